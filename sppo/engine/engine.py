@@ -123,7 +123,7 @@ class Engine:
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         stopwatch: Clock of the actions; None uses the host's clock.
         debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
-            a sequence, saved tensors in the stack of a LIFO arena.
+            a sequence, saved tensors on the stack of a lone stage.
 
     Raises:
         TypeError: A value of another type.

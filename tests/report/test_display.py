@@ -3,8 +3,6 @@
 A small terminal emulator replays the output and returns the final screen.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -24,11 +22,11 @@ from sppo.report.display import LogHandler, TrainingDisplay, logging_to
 class _Terminal(io.StringIO):
     """Text that rich takes for a terminal's."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def _screen(written: str, *, width: int) -> list[str]:
+def _screen(written, *, width):
     """Lines on a terminal after ``written``: text, new lines, carriage returns, up, erase line."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]", written):
@@ -50,7 +48,7 @@ def _screen(written: str, *, width: int) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def _train(console: Console, log: logging.Logger) -> None:
+def _train(console, log):
     """Three steps with a message after each, on a live display."""
     with TrainingDisplay(console, total_steps=3, first_step=0) as display:
         for step in range(1, 4):
@@ -142,10 +140,10 @@ def test_without_a_console_only_warnings_are_shown(monkeypatch, capsys):
 
 
 def test_a_program_that_handles_messages_goes_on_to(monkeypatch, capsys):
-    heard: list[str] = []
+    heard = []
 
     class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             heard.append(record.getMessage())
 
     bare_root(monkeypatch).handlers = [Heard()]
@@ -204,7 +202,7 @@ def test_a_notebook_is_redrawn_by_the_thread_that_prints_alone(monkeypatch):
 
 
 def test_messages_of_a_notebook_are_lines_like_the_others(monkeypatch, capsys):
-    shown: list[str] = []
+    shown = []
     console = Console(force_jupyter=True)
     monkeypatch.setattr(console, "print", lambda text, **_: shown.append(text))
     LogHandler(console).emit(logging.makeLogRecord({"msg": "saved", "levelno": logging.WARNING}))

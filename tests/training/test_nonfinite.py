@@ -1,7 +1,5 @@
 """Steps with NaN or infinity, or without labels: named, skipped, counted, and never saved."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -88,7 +86,7 @@ def test_the_state_that_is_saved_is_looked_at():
 @pytest.fixture
 def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
-    bad: set[int] = set()
+    bad = set()
     norm, done = sharded_state.global_norm, 0
 
     def poisoned(gradients, **how):

@@ -1,7 +1,5 @@
 """GPU as the device of a rank: chosen, filled, measured, and synchronized only if necessary."""
 
-from __future__ import annotations
-
 import json
 import os
 from types import SimpleNamespace
