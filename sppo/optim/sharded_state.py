@@ -12,7 +12,7 @@ checkpoints save that of the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import TypeVar
 
@@ -84,13 +84,13 @@ class ShardedState:
         self._mesh = mesh
         self._groups = {
             kind: GradientReducer(
-                group,
+                mesh.groups.replicas.get(kind),
                 shapes=self._shared_within(kind, self.shapes),
                 shards_state=zero > 0,
                 bucket_bytes=bucket_bytes,
                 device=device,
             )
-            for kind, group in _same_weights(mesh)
+            for kind in mesh.replica_ranks
         }
         self._shards_gradients, self._shards_weights = zero >= 2, zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
@@ -179,7 +179,7 @@ class ShardedState:
             gradients: Gradient sums of :attr:`gradient_shapes`, by global name, or a mapping that
                 streams them to another tier stage by stage.
         """
-        groups = self._by_name(_same_weights(self._mesh)) if self._shards_gradients else {}
+        groups = self._by_name(self._mesh.groups.replicas.items()) if self._shards_gradients else {}
         if groups:
             return ShardedGradients(gradients, shapes=self.shapes, groups=groups)
         return ResidentGradients(
@@ -303,16 +303,6 @@ def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
     if mesh.shape.key_copies is None:
         return WeightSharding(model)
     return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
-
-
-def _same_weights(mesh: Mesh) -> Iterator[tuple[ReplicaGroup, ProcessGroup | None]]:
-    """Yield each group of ranks that hold the same parameters, in fixed order."""
-    yield "stage", mesh.groups.stage
-    copies = mesh.shape.key_copies
-    if copies is not None:
-        yield "block", mesh.groups.block
-        if copies > 1:
-            yield "keys", mesh.groups.keys
 
 
 def _parameter(key: str) -> str | None:
