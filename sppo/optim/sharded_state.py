@@ -12,7 +12,7 @@ checkpoints save that of the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import TypeVar
 
@@ -34,11 +34,9 @@ from sppo.kernels.gradient_norm import sum_of_squares
 from sppo.optim.adamw import STEP_KEY, global_norm
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.parallel.data_parallel import GradientReducer, add_up
-from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.mesh import Mesh, ReplicaGroup
-from sppo.parallel.parameter_all_gather import ParameterAllGather
 
 T = TypeVar("T")
 
@@ -86,14 +84,13 @@ class ShardedState:
         self._mesh = mesh
         self._groups = {
             kind: GradientReducer(
-                group,
-                index=members.index(mesh.rank),
+                mesh.groups.replicas.get(kind),
                 shapes=self._shared_within(kind, self.shapes),
                 shards_state=zero > 0,
                 bucket_bytes=bucket_bytes,
                 device=device,
             )
-            for kind, group, members in _same_weights(mesh)
+            for kind in mesh.replica_ranks
         }
         self._shards_gradients, self._shards_weights = zero >= 2, zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
@@ -123,15 +120,20 @@ class ShardedState:
         """
         if not self._shards_weights:
             return ResidentWeights(weights)
-        gathers: dict[str, ParameterAllGather] = {}
-        for kind, group in self._groups.items():
-            communicator = self._mesh.gather_group(kind)
-            if communicator is not None:
-                gather = ParameterAllGather(communicator, index=group.index)
-                gathers |= self._shared_within(kind, dict.fromkeys(self.shapes, gather))
-        if not gathers:
+        groups = self._by_name((kind, self._mesh.gather_group(kind)) for kind in self._groups)
+        if not groups:
             return ResidentWeights(weights)
-        return GatheredWeights(weights, shapes=self.shapes, gathers=gathers)
+        return GatheredWeights(weights, shapes=self.shapes, groups=groups)
+
+    def _by_name(
+        self, communicators: Iterable[tuple[ReplicaGroup, ProcessGroup | None]]
+    ) -> dict[str, ProcessGroup]:
+        """Return the communicator of each parameter's group of ranks, unless a rank is alone."""
+        found: dict[str, ProcessGroup] = {}
+        for kind, communicator in communicators:
+            if communicator is not None:
+                found |= self._shared_within(kind, dict.fromkeys(self.shapes, communicator))
+        return found
 
     @property
     def names_of_stages(self) -> dict[int, list[str]]:
@@ -177,13 +179,9 @@ class ShardedState:
             gradients: Gradient sums of :attr:`gradient_shapes`, by global name, or a mapping that
                 streams them to another tier stage by stage.
         """
-        scatters: dict[str, GradientReduceScatter] = {}
-        for kind, communicator, members in _same_weights(self._mesh):
-            if communicator is not None and self._shards_gradients:
-                scatter = GradientReduceScatter(communicator, index=members.index(self._mesh.rank))
-                scatters |= self._shared_within(kind, dict.fromkeys(self.shapes, scatter))
-        if scatters:
-            return ShardedGradients(gradients, shapes=self.shapes, scatters=scatters)
+        groups = self._by_name(self._mesh.groups.replicas.items()) if self._shards_gradients else {}
+        if groups:
+            return ShardedGradients(gradients, shapes=self.shapes, groups=groups)
         return ResidentGradients(
             gradients,
             reduce=lambda stage: self._begin_reduction(stage, gradients),
@@ -305,18 +303,6 @@ def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
     if mesh.shape.key_copies is None:
         return WeightSharding(model)
     return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
-
-
-def _same_weights(
-    mesh: Mesh,
-) -> Iterator[tuple[ReplicaGroup, ProcessGroup | None, tuple[int, ...]]]:
-    """Yield each group of ranks that hold the same parameters, and its members, in fixed order."""
-    yield "stage", mesh.groups.stage, mesh.stage_ranks
-    copies = mesh.shape.key_copies
-    if copies is not None:
-        yield "block", mesh.groups.block, mesh.shape.block_ranks(mesh.at)
-        if copies > 1:
-            yield "keys", mesh.groups.keys, mesh.shape.block_ranks(mesh.at, copies=copies)
 
 
 def _parameter(key: str) -> str | None:

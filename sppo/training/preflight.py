@@ -18,6 +18,7 @@ from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
 from sppo.config import RunConfig
 from sppo.config.json_file import read_json
+from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import checkpoint_bytes
@@ -28,7 +29,7 @@ from sppo.data.tokens import open_tokens
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.parallel.stream_budget import StreamUse, check_streams
+from sppo.parallel.stream_budget import check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_replica
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
@@ -217,16 +218,15 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
     if problem is not None:
         raise ValueError(problem)
     if kind == "cuda":
-        use = StreamUse(
+        use = CommunicatorUse(
             ranges=msp_ranges(plan.program().msp_groups) if plan.uses_msp else [],
             cuts_units=plan.uses_msp,
             wraps=plan.virtual_stages > 1,
             ties_ends=run.model.tie_embeddings,
             gathers_weights=plan.zero == 3,
-            offloads=may_offload(run, plan),
-            offloads_state=plan.state.leaves_device,
         )
-        check_streams(mesh_shape(run), use)
+        num_lanes = may_offload(run, plan) + plan.state.leaves_device
+        check_streams(mesh_shape(run), use, num_lanes=num_lanes)
 
 
 def _next_step(run: RunConfig, data: TrainingData, plan: ExecutionPlan) -> NextStep | None:

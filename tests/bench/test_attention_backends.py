@@ -1,7 +1,5 @@
 """Attention back ends side by side: which back end is timed on which device, and the table."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

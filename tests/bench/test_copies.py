@@ -1,7 +1,5 @@
 """Copies: rates with both directions busy, a real disk, and plans that use the rates."""
 
-from __future__ import annotations
-
 import errno
 import json
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Copies of a GPU: measured if there is a GPU; elsewhere everything except the device is tested."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from concurrent.futures import ThreadPoolExecutor

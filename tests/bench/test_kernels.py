@@ -1,7 +1,5 @@
 """Measured calls are what the planner counts: the prediction of a measured call is its time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Copies that overlap compute: what they cost, and a real run of both."""
 
-from __future__ import annotations
-
 import io
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The clock: rounds over all cases, medians, warm calls."""
 
-from __future__ import annotations
-
 import pytest
 
 from sppo.bench import timing

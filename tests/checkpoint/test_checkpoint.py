@@ -1,7 +1,5 @@
 """Checkpoints: round trips, damage, full disks, background saves."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging
@@ -10,14 +8,11 @@ import resource
 import shutil
 import threading
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.checkpoint import checkpoint as checkpoint_module
@@ -39,7 +34,7 @@ from tests.tiers import exhaustive
 KEYS = ("model.embed.weight", "model.final_norm.weight", "optimizer.exp_avg.embed.weight")
 
 
-def _state(step: int) -> dict[str, Tensor]:
+def _state(step):
     generator = torch.Generator().manual_seed(step)
     return {
         KEYS[0]: torch.randn(33, 17, generator=generator),
@@ -49,31 +44,31 @@ def _state(step: int) -> dict[str, Tensor]:
     }
 
 
-def _blank() -> dict[str, Tensor]:
+def _blank():
     return {key: torch.full_like(tensor, -1) for key, tensor in _state(0).items()}
 
 
-def _manager(directory: Path, *, keep: int = 3, async_save: bool = False) -> CheckpointManager:
+def _manager(directory, *, keep=3, async_save=False):
     return CheckpointManager(directory / "checkpoints", keep=keep, async_save=async_save)
 
 
-def _saved(directory: Path, *steps: int, keep: int = 3) -> CheckpointManager:
+def _saved(directory, *steps, keep=3):
     manager = _manager(directory, keep=keep)
     for step in steps:
         manager.save(_state(step), step=step, metadata={"sequences_consumed": 2 * step})
     return manager
 
 
-def _save_and_wait(manager: CheckpointManager, *, step: int) -> None:
+def _save_and_wait(manager, *, step):
     manager.save(_state(step), step=step, metadata={})
     manager.wait()
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory):
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
-def _assert_holds(manager: CheckpointManager, *, step: int) -> None:
+def _assert_holds(manager, *, step):
     found = manager.latest_valid()
     assert found.step == step
     state = _blank()
@@ -118,21 +113,21 @@ def test_steps_beyond_a_million_keep_their_order(tmp_path):
 # Damage -----------------------------------------------------------------------------------------
 
 
-def _truncate(path: Path) -> None:
+def _truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _flip_a_bit(path: Path) -> None:
+def _flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
 
 
-def _grow(path: Path) -> None:
+def _grow(path):
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+def _warnings(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
@@ -189,7 +184,7 @@ def test_a_run_passes_a_damaged_checkpoint_and_replaces_it(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("flips")
     _saved(directory, 1, 2)
     return directory
@@ -283,13 +278,11 @@ def test_read_model_without_a_checkpoint_says_what_to_give(tmp_path, below, says
 # Readers beside a run ---------------------------------------------------------------------------
 
 
-def _save_before(
-    monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, manager: CheckpointManager
-) -> None:
+def _save_before(monkeypatch, owner, name, manager):
     """Let the run save another step, and delete the older one, just before the reader's call."""
     real, steps = getattr(owner, name), iter((6, 7, 8))
 
-    def call(*words: Any, **named: Any) -> Any:
+    def call(*words, **named):
         step = next(steps, None)
         if step is not None:
             manager.save(_state(step), step=step, metadata={})
@@ -298,8 +291,8 @@ def _save_before(
     monkeypatch.setattr(owner, name, call)
 
 
-def _has_locks(monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
-    def fail(*_: object) -> None:
+def _has_locks(monkeypatch, has_locks):
+    def fail(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     if not has_locks:
@@ -343,7 +336,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_not_kept_locked(tmp_path, monkey
     manager = _saved(tmp_path, 5, keep=1)
     old = tmp_path / "checkpoints" / "step_000005"
 
-    def fail(path: Path) -> Path:
+    def fail(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(checkpoint_files, "_set_aside", fail)
@@ -379,7 +372,7 @@ def test_a_disk_that_fills_up_leaves_no_trace(tmp_path, monkeypatch, when, async
     _saved(tmp_path, 1)
     manager = _manager(tmp_path, async_save=async_save)
 
-    def full(*args: object, **kwargs: object) -> None:
+    def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     names = {
@@ -422,12 +415,12 @@ def test_an_unwritable_directory_is_a_checkpoint_error(tmp_path):
 class _Copies(TorchDispatchMode):
     """Bytes of the copies of tensors that are held at the same time, at most."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._made: list[Tensor] = []
+        self._made = []
         self.most_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
             self._made.append(result)
@@ -460,7 +453,7 @@ def test_a_save_copies_one_strided_block_at_a_time_and_no_view(tmp_path):
 def test_what_is_in_cpu_memory_does_not_wait_for_a_gpu(tmp_path, monkeypatch, async_save):
     """As it would for all that training has queued, on a stream of the first device."""
 
-    def current_stream(*_: object) -> None:
+    def current_stream(*_):
         raise AssertionError("a device was asked for its stream")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -474,7 +467,7 @@ def test_a_background_save_holds_the_state_of_its_step(tmp_path, monkeypatch):
     go_on = threading.Event()
     real = checkpoint_module.save_tensors
 
-    def slow(*args: Any, **kwargs: Any) -> list[Path]:
+    def slow(*args, **kwargs):
         assert go_on.wait(10)
         return real(*args, **kwargs)
 
@@ -493,7 +486,7 @@ def test_a_background_save_holds_the_state_of_its_step(tmp_path, monkeypatch):
 def test_a_failed_background_save_surfaces_once_at_the_next_save(tmp_path, monkeypatch):
     manager = _manager(tmp_path, async_save=True)
 
-    def broken(*args: Any, **kwargs: Any) -> list[Path]:
+    def broken(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:

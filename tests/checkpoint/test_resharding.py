@@ -1,11 +1,6 @@
 """Checkpoints of several ranks: saved in one layout, loaded in another, whole or not at all."""
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +17,6 @@ from sppo.cli.convert import app
 from sppo.output_file import write_json
 from tests.checkpoint import faulty_ranks as faulty
 from tests.checkpoint import resharding_ranks as work
-from tests.ranks import RankPool
 from tests.tiers import each_once, exhaustive
 
 LAYOUTS = ["whole", "rows", "grid", *(f"random {i}" for i in range(4))]
@@ -34,10 +28,10 @@ SAVING_RANKS, DEFAULT_SIZE = 4, 3
 class Ranks:
     """Runs functions of a group on ranks of the pool, or without a group in this process."""
 
-    def __init__(self, pool: RankPool) -> None:
+    def __init__(self, pool):
         self._pool = pool
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, size: int) -> list[Any]:
+    def __call__(self, function, *arguments, size):
         """What ``function(group, *arguments)`` returns on each rank; 0 ranks have no group."""
         if size == 0:
             return [function(None, *arguments)]
@@ -45,23 +39,23 @@ class Ranks:
 
 
 @pytest.fixture(scope="module", name="ranks")
-def _ranks(ranks: RankPool) -> Ranks:
+def _ranks(ranks):
     return Ranks(ranks)
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(ranks, tmp_path_factory):
     """Step 3, saved by four ranks, in a directory for each layout."""
     directory = tmp_path_factory.mktemp("saved")
     ranks(work.save_layouts, str(directory), LAYOUTS, size=SAVING_RANKS)
     return directory
 
 
-def _step(directory: Path, step: int) -> Path:
+def _step(directory, step):
     return directory / "checkpoints" / f"step_{step:06d}"
 
 
-def _flip_a_bit(path: Path) -> None:
+def _flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)

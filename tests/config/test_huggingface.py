@@ -1,6 +1,5 @@
 import json
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,12 +22,12 @@ EXPORTABLE = [name for name in PRESETS if name not in ("gpt-7b", "gpt-13b", "gpt
 """The paper's shapes have GPT-2's layers with rotary positions, which no family computes."""
 
 
-def config_json(family: str, **keys: Any) -> dict[str, Any]:
+def config_json(family, **keys):
     sizes = GPT2_SIZES if family == "gpt2" else {**SIZES, "num_key_value_heads": 2}
     return {"model_type": family, **sizes, **keys}
 
 
-def read(family: str, **keys: Any) -> ModelConfig:
+def read(family, **keys):
     return ModelConfig.model_validate(model_fields(config_json(family, **keys)))
 
 

@@ -1,7 +1,5 @@
 """Steps of samples and their rows: positions, labels, document isolation, resumed runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import accumulate, islice
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 
 from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.sample_table import sample_table
-from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from tests.data.streams import documents_of, sequences_of, stream_of
 from tests.tiers import examples
@@ -23,7 +20,7 @@ documents = st.lists(st.integers(1, 30), min_size=1, max_size=40).filter(lambda 
 few_documents = st.lists(st.integers(1, 30), min_size=1, max_size=12).filter(lambda x: sum(x) > 1)
 
 
-def walk(training: TrainingData, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
+def walk(training, steps):
     """Samples and position of each of the first ``steps`` steps."""
     taken = list(islice(training.steps(), steps))
     return taken, list(accumulate(map(len, taken[:-1]), initial=0))
@@ -103,7 +100,7 @@ def test_a_row_is_its_samples_side_by_side(lengths, length, drawn):
     assert row.num_valid == training.num_labels(chosen)
 
 
-def _examples(sequence: SequenceData) -> list[tuple[tuple[int, ...], int]]:
+def _examples(sequence):
     """What the loss is taken over: each label with all that attention may see before it."""
     tokens, labels = sequence.tokens_S.tolist(), sequence.labels_S.tolist()
     examples = []

@@ -1,7 +1,5 @@
 """Token directories: written data is read back unchanged, and damage is reported."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import nullcontext
@@ -31,7 +29,7 @@ from tests.make import make_run
 DOCUMENTS = {"data": {"samples": "documents"}, "train": {"samples_per_step": 1}}
 
 
-def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = None) -> Path:
+def _prepare(tmp_path, *documents, vocab_size=None):
     for number, ids in enumerate(documents):
         np.save(tmp_path / f"{number}.npy", np.array(ids, dtype=np.int64))
     files = [tmp_path / f"{number}.npy" for number in range(len(documents))]
@@ -40,7 +38,7 @@ def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = Non
     return out
 
 
-def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | None]) -> Path:
+def _prepare_masked(tmp_path, *documents):
     for number, (_, mask) in enumerate(documents):
         if mask is not None:
             np.save(tmp_path / f"{number}.mask.npy", np.array(mask, dtype=bool))
@@ -72,17 +70,17 @@ def test_missing_directory(tmp_path):
         open_tokens(tmp_path / "nowhere")
 
 
-def _flip(path: Path) -> None:
+def _flip(path):
     content = bytearray(path.read_bytes())
     content[2] ^= 1
     path.write_bytes(content)
 
 
-def _append(path: Path) -> None:
+def _append(path):
     path.write_bytes(path.read_bytes() + bytes(16))
 
 
-def _cut(path: Path) -> None:
+def _cut(path):
     os.truncate(path, 2)
 
 

@@ -1,7 +1,5 @@
 """Comparison of packings of samples: the packing and the memory of each side."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from experiments import packing_sides as sides

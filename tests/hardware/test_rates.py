@@ -1,7 +1,5 @@
 """Rates by shape: exact at measured points, sensible between and beyond them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,15 +5,12 @@ schema accepts. Functions and classes are compared by the arguments that SPPO pa
 by name. A build of torch without CUDA has no runtime, NCCL and CUDA kernels to compare.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -79,7 +76,7 @@ class Call(NamedTuple):
     keywords: tuple[str, ...] = ()
 
 
-CALLS: Mapping[str, Call] = {
+CALLS = {
     "cuda.Stream": Call(1),
     "cuda.Event": Call(0, ("enable_timing", "blocking")),
     "cuda.current_stream": Call(1),
@@ -125,12 +122,12 @@ CALLS: Mapping[str, Call] = {
     "distributed.all_to_all_single": Call(2, ("output_split_sizes", "input_split_sizes", "group")),
 }
 """Functions and classes below ``torch``, and the arguments that SPPO passes."""
-ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+ATTRIBUTES = {
     "cuda.Stream": ("wait_event", "synchronize", "query"),
     "cuda.Event": ("record", "wait", "query", "synchronize", "elapsed_time"),
 }
 """Attributes that objects below ``torch`` must have."""
-CUDA_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+CUDA_ATTRIBUTES = {
     "cuda.Stream": ("cuda_stream",),
     "_C._cudart": ("cudaHostRegister", "cudaHostUnregister", "cudaGetErrorString", "cudaError"),
     "_C._CudaDeviceProperties": ("total_memory", "pci_domain_id", "pci_bus_id", "pci_device_id"),
@@ -139,7 +136,7 @@ CUDA_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 """Attributes that objects below ``torch`` must have in builds with CUDA."""
 
 
-def operator_difference(expected: str) -> str | None:
+def operator_difference(expected):
     """Return why an operator cannot be called by the ``expected`` schema; None if it can."""
     name, _, overload = name_of(expected).partition(".")
     packet = getattr(torch.ops.aten, name, None)
@@ -151,7 +148,7 @@ def operator_difference(expected: str) -> str | None:
     return f"is now {found._schema}"
 
 
-def call_difference(called: Any, call: Call) -> str | None:
+def call_difference(called, call):
     """Return why ``called`` does not accept ``call``; None if it does, or has no signature."""
     if called is None:
         return "is not there"
@@ -168,12 +165,12 @@ def call_difference(called: Any, call: Call) -> str | None:
     return None
 
 
-def _reads_in_new(called: Any) -> bool:
+def _reads_in_new(called):
     """Return whether a class reads its arguments in ``__new__``."""
     return inspect.isclass(called) and inspect.isfunction(vars(called).get("__new__"))
 
 
-def below_torch(name: str) -> Any:
+def below_torch(name):
     """Return the object called ``name`` below ``torch``; None if it does not exist."""
     try:
         return resolve_name(f"torch.{name}")
@@ -181,7 +178,7 @@ def below_torch(name: str) -> Any:
         return None
 
 
-def name_of(schema: str) -> str:
+def name_of(schema):
     """Return the name and overload of an operator's schema."""
     return schema.partition("(")[0]
 

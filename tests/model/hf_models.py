@@ -4,23 +4,17 @@ All weights are random: transformers initializes norms with one and biases with 
 hide a forgotten norm or bias.
 """
 
-from __future__ import annotations
-
 import copy
 import os
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sppo.config.huggingface import model_fields
-from sppo.config.model import Family, ModelConfig
+from sppo.config.model import ModelConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-
-_ROTARY: dict[str, Any] = {
+_ROTARY = {
     "vocab_size": 61,
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -30,7 +24,7 @@ _ROTARY: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 # Where a family lets them differ, hidden_size 24 is not num_attention_heads * head_dim = 60.
-_TINY: dict[Family, dict[str, Any]] = {
+_TINY = {
     "llama": {**_ROTARY, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
     "qwen2": {**_ROTARY, "rope_theta": 1e6},
     "qwen3": {**_ROTARY, "head_dim": 10, "tie_word_embeddings": True, "rope_theta": 1e6},
@@ -56,9 +50,7 @@ _SIZES = {
 }
 
 
-def tiny_hf_model(
-    family: Family, *, seed: int = 0, **options: Any
-) -> tuple[PreTrainedModel, ModelConfig]:
+def tiny_hf_model(family, *, seed=0, **options):
     """A random model in float32 and evaluation mode, and our description of it.
 
     Args:
@@ -82,7 +74,7 @@ def tiny_hf_model(
 
 
 @torch.no_grad()
-def randomize(model: PreTrainedModel, *, seed: int) -> None:
+def randomize(model, *, seed):
     """Norm weights near one, everything else near zero and large enough to matter."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

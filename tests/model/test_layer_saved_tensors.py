@@ -9,7 +9,6 @@ from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
-from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import GradientSum, zero_gradients
 from sppo.model.layer import Layer
 from sppo.model.rope import rotary_table
@@ -52,7 +51,7 @@ class Run:
             for name, shape in layer_shapes(self.model).items()
         }
         positions = torch.arange(TOKENS)
-        self.rotary: RotaryTable | None = None
+        self.rotary = None
         if self.model.position == "rotary":
             self.rotary = rotary_table(self.model, positions, dtype=torch.float64)
         self.x, self.dy = torch.randn(2, TOKENS, self.model.hidden_size, dtype=torch.float64)

@@ -1,7 +1,5 @@
 """Host arena: exactly the planned bytes, safe views, clear errors."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap
@@ -21,7 +19,7 @@ MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 
 
-def resident_pages(address: int, size_bytes: int) -> int:
+def resident_pages(address, size_bytes):
     """Exact for anonymous memory, unlike the counters of the whole process."""
     pages = -(-size_bytes // PAGE)
     found = (ctypes.c_ubyte * pages)()
@@ -32,17 +30,16 @@ def resident_pages(address: int, size_bytes: int) -> int:
     return sum(byte & 1 for byte in found)
 
 
-def is_mapped(address: int) -> bool:
+def is_mapped(address):
     found = (ctypes.c_ubyte * 1)()
     return not ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), found)
 
 
-def resident_set_bytes() -> int:
+def resident_set_bytes():
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists():
         pytest.skip("the system counts no resident set per mapping")
     match = re.search(r"^Rss:\s+(\d+) kB", rollup.read_text(), re.MULTILINE)
-    assert match is not None
     return int(match[1]) * 1024
 
 
@@ -149,7 +146,7 @@ def test_the_memory_goes_with_the_last_view():
 
 
 def test_what_does_not_fit_is_refused_before_it_is_mapped(monkeypatch):
-    def never(*_args: object, **_kwargs: object) -> None:
+    def never(*_args, **_kwargs):
         raise AssertionError("mapped")
 
     room = MemoryRoom(8 * MIB, control_group_bytes=2 * MIB)

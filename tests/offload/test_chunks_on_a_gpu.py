@@ -1,7 +1,5 @@
 """Page-locked chunks on a GPU: copies across the border between two of them."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 import torch

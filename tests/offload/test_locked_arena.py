@@ -1,7 +1,5 @@
 """Page-locked memory: in chunks that the driver takes, each byte once, and no copy across two."""
 
-from __future__ import annotations
-
 import mmap
 import random
 

@@ -9,8 +9,6 @@ schedule, as long as both accesses are made.
 
 from collections import defaultdict
 
-Clock = dict[str, int]
-
 
 class RaceError(AssertionError):
     """Two accesses that nothing orders."""
@@ -21,7 +19,7 @@ class Actor:
 
     def __init__(self, name):
         self.name = name
-        self.clock: Clock = {}
+        self.clock = {}
 
     def learn(self, clock):
         for name, count in clock.items():

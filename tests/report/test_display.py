@@ -3,8 +3,6 @@
 A small terminal emulator replays the output and returns the final screen.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -20,11 +18,11 @@ from sppo.report.display import LogHandler, TrainingDisplay, logging_to
 class _Terminal(io.StringIO):
     """Text that rich takes for a terminal's."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def _screen(written: str, *, width: int) -> list[str]:
+def _screen(written, *, width):
     """Lines on a terminal after ``written``: text, new lines, carriage returns, up, erase line."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]", written):
@@ -46,7 +44,7 @@ def _screen(written: str, *, width: int) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def _train(console: Console, log: logging.Logger) -> None:
+def _train(console, log):
     """Three steps with a message after each, on a live display."""
     with TrainingDisplay(console, total_steps=3, first_step=0) as display:
         for step in range(1, 4):
@@ -138,10 +136,10 @@ def test_without_a_console_only_warnings_are_shown(monkeypatch, capsys):
 
 
 def test_a_program_that_handles_messages_goes_on_to(monkeypatch, capsys):
-    heard: list[str] = []
+    heard = []
 
     class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             heard.append(record.getMessage())
 
     bare_root(monkeypatch).handlers = [Heard()]

@@ -1,7 +1,5 @@
 """Scripts for users: well-formed, executable, and explicit about their requirements."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -34,9 +32,7 @@ def test_scripts_are_well_formed(path):
             assert not word.startswith("$"), f"{path}:{number}: {line}"
 
 
-def environment(
-    tmp_path: Path, *, python: str, extra: str = ""
-) -> subprocess.CompletedProcess[str]:
+def environment(tmp_path, *, python, extra=""):
     """``make_environment`` with an interpreter and an environment directory of our own."""
     return subprocess.run(
         ["bash", "-c", f"set -euo pipefail; source '{SOURCED}'; make_environment {extra}"],
@@ -50,7 +46,7 @@ def environment(
     )
 
 
-def fake_python(path: Path, body: str) -> str:
+def fake_python(path, body):
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
     return str(path)

@@ -1,7 +1,5 @@
 """Loss by position against the plain model, token by token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

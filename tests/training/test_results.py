@@ -1,7 +1,5 @@
 """Files and messages at the end of a run."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Output directories that a run may use; tests of the command line cover messages."""
 
-from __future__ import annotations
-
 import json
 import os
 

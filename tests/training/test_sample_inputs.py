@@ -1,7 +1,5 @@
 """Runs of samples: inputs refused before the start, and the announcement of the run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """Training loop against ordinary training with torch's own parts."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

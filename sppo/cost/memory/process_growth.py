@@ -38,7 +38,7 @@ TOKEN_BYTES = 16
 PLANNING_PROCESS_BYTES = 112 * MIB
 """Bytes of the process that plans steps of samples ahead, and of Python's helper process beside it.
 
-Measured: 93 and 13 MiB, libraries included, with CPython 3.11, numpy and scipy."""
+Measured: 93 and 13 MiB, libraries included, with CPython 3.11, numpy, and scipy, then in use."""
 REPORT_BYTES = 32 * MIB
 """Bytes for the plots at the end of a run, which take 20 MiB."""
 

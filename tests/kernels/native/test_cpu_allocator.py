@@ -18,7 +18,7 @@ CHECKS = ("address,undefined", "thread")
 
 
 @pytest.fixture(scope="module")
-def library() -> Path:
+def library():
     """The pool of the present sources; without a compiler the test is skipped."""
     cxx_compiler()
     built = native_build.built()
@@ -26,7 +26,7 @@ def library() -> Path:
     return built
 
 
-def cxx_compiler() -> str:
+def cxx_compiler():
     """A C++ compiler; without one the test is skipped."""
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if found is None:
@@ -34,7 +34,7 @@ def cxx_compiler() -> str:
     return found
 
 
-def run(library: Path, code: str, **environment: str) -> str:
+def run(library, code, **environment):
     prologue = (
         "import torch\nfrom sppo.kernels.native import cpu_allocator\n"
         "MIB = 1 << 20\n"

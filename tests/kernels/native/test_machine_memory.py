@@ -1,7 +1,5 @@
 """Memory that a process may use, under all limits together."""
 
-from __future__ import annotations
-
 import resource
 from unittest import mock
 

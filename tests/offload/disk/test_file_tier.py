@@ -1,7 +1,5 @@
 """File tier: bytes of any range come back, an orderly end, and clear errors of faulty disks."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc
@@ -42,7 +40,7 @@ def opened(request, tmp_path, monkeypatch, pool):
     if request.param == "buffered":
         monkeypatch.setattr(file_tier_module, "_pass_page_cache", lambda file: False)
 
-    def open_tier(size_bytes: int = SIZE) -> FileTier:
+    def open_tier(size_bytes=SIZE):
         tiers.append(FileTier(tmp_path, size_bytes, pool))
         return tiers[-1]
 
@@ -71,7 +69,7 @@ def disk(monkeypatch):
 class Gate:
     """A disk on which nothing moves until it is opened."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.open, self.asked = threading.Event(), threading.Event()
 
     def __call__(self, write, offset, transfer):
@@ -80,13 +78,13 @@ class Gate:
         return transfer()
 
 
-def some_bytes(size_bytes: int, seed: int = 0) -> np.ndarray:
+def some_bytes(size_bytes, seed=0):
     memory = np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
     memory[:] = np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
     return memory
 
 
-def nameless_files() -> set[str]:
+def nameless_files():
     """Of this process, by path below /proc."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
@@ -144,7 +142,7 @@ def test_the_space_is_taken_at_once_and_nothing_stays_in_the_page_cache(opened):
     assert resident_pages(np.frombuffer(view, dtype=np.uint8)) * mmap.PAGESIZE < MIB
 
 
-def resident_pages(memory: np.ndarray) -> int:
+def resident_pages(memory):
     found = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
     address = ctypes.c_void_p(memory.ctypes.data)
     assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(memory)), found) == 0
@@ -378,7 +376,6 @@ print("ready", flush=True)
 def test_a_killed_process_leaves_nothing(tmp_path):
     words = [sys.executable, "-c", SCRIPT + "time.sleep(60)", tmp_path]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL

@@ -1,7 +1,5 @@
 """Memory of communicators on a fake device, of which every new group takes some."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 
@@ -24,8 +22,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def connected(monkeypatch):
     """The groups of a rank that are connected for each way of messages, by (members, purpose)."""
-    found: set[tuple[tuple[int, ...], str]] = set()
-    ways: dict[tuple[tuple[int, ...], str], set[str]] = {}
+    found = set()
+    ways = {}
 
     def add(way, group):
         """NCCL connects a group for trees, rings and NVLS when a message first takes them."""

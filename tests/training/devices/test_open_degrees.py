@@ -1,7 +1,5 @@
 """Degrees that a run file leaves out: chosen for the devices of the machine, or the ranks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that offload to a disk: what is refused before the start, and disks that are bad."""
 
-from __future__ import annotations
-
 import errno
 import os
 

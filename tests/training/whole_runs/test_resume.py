@@ -1,11 +1,8 @@
 """A killed run, resumed by the same command, equals the uninterrupted run bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +10,10 @@ import torch
 from sppo.checkpoint.checkpoint import read_model
 from tests.conftest import LENGTH, SCREEN_LINES, tree, write_run, write_tokens
 from tests.tiers import default_of, exhaustive
-from tests.training.forked_sppo import Ended, ForkedSppo
 from tests.training.jobs import records, summary
 
 STEPS = 10
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+VARIANTS = {
     "plain": {},
     "epochs": {"data": {"shuffle": True}},  # ten steps over four sequences
     "bf16": {"train": {"dtype": "bf16"}},
@@ -39,7 +35,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 class Run:
     """One variant of the run, and what it does when nothing disturbs it."""
 
-    def __init__(self, sppo: ForkedSppo, directory: Path, variant: str) -> None:
+    def __init__(self, sppo, directory, variant):
         self.sppo, self.directory = sppo, directory
         documents = (30, LENGTH + 1, 2 * LENGTH)
         (directory / "spill").mkdir()
@@ -53,14 +49,14 @@ class Run:
         self.records = self.read("undisturbed")
         assert [record["step"] for record in self.records] == list(range(1, STEPS + 1))
 
-    def train(self, output: str, **event: Any) -> Ended:
+    def train(self, output, **event):
         words = ("train", "run.yaml", f"train.output={output}")
         return self.sppo(*words, cwd=self.directory, **event)
 
-    def read(self, output: str) -> list[dict[str, Any]]:
+    def read(self, output):
         return records(self.directory / output)
 
-    def assert_undisturbed(self, output: str) -> None:
+    def assert_undisturbed(self, output):
         """Every step once, every loss the same double, every weight the same bits."""
         keys = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
         ours, theirs = (
@@ -77,11 +73,11 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(sppo: ForkedSppo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    made: dict[str, Run] = {}
+def runs(sppo, tmp_path_factory):
+    made = {}
 
     class Runs(dict[str, Run]):
-        def __missing__(self, variant: str) -> Run:
+        def __missing__(self, variant):
             made[variant] = self[variant] = Run(sppo, tmp_path_factory.mktemp(variant), variant)
             return made[variant]
 
@@ -89,7 +85,7 @@ def runs(sppo: ForkedSppo, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture
-def plain(runs: dict[str, Run]) -> Run:
+def plain(runs):
     return runs["plain"]
 
 
@@ -118,19 +114,19 @@ def test_killed_before_the_first_checkpoint_starts_anew(plain):
     plain.assert_undisturbed("early")
 
 
-def copy_of(run: Run, name: str) -> Path:
+def copy_of(run, name):
     return Path(shutil.copytree(run.directory / "undisturbed", run.directory / name))
 
 
-def largest_file(directory: Path) -> Path:
+def largest_file(directory):
     return max(directory.iterdir(), key=lambda path: path.stat().st_size)
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
