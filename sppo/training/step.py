@@ -30,6 +30,7 @@ from sppo.parallel.job.timeouts import stall_timeout
 from sppo.planning.elastic.replica_plan import ReplicaPlan
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import Action
+from sppo.training.interruption import NonFiniteError
 from sppo.training.job import Job
 from sppo.training.state import TrainingState
 
@@ -251,10 +252,6 @@ def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
 
 
 # Steps that are not finite
-
-
-class NonFiniteError(RuntimeError):
-    """Training stopped because losses, gradients or the state were not finite."""
 
 
 class NonFiniteGuard:
