@@ -45,7 +45,6 @@ _OPTIONAL = (
     ("pynvml", "nvidia-ml-py", "finds out which GPU this is; without it the plan assumes one"),
     ("tokenizers", "tokenizers", "reads tokenizer.json"),
     ("tensorboard", "tensorboard", "writes what train.tensorboard=true asks for"),
-    ("ipywidgets", "ipywidgets", "bars in a notebook; without it lines"),
 )
 """Name, distribution and use of optional packages."""
 _ANYTHING = (Exception, SystemExit)

@@ -66,9 +66,8 @@ def groups(monkeypatch):
             mesh = Mesh(shape, rank=rank, timeout_s=1.0, device=device)
             meshes.append(mesh.connect(**options))
             mesh.make_range_groups(ranges)
-            for kind in ["stage", "block", "keys"] if gathers else []:
-                if kind == "stage" or shape.key_copies:
-                    mesh.gather_group(kind)
+            for kind in mesh.replica_ranks if gathers else []:
+                mesh.gather_group(kind)
         return meshes, asked
 
     return make

@@ -18,8 +18,9 @@ from sppo.optim.adamw import AdamW
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
+from sppo.training.interruption import NonFiniteError
 from sppo.training.run_checkpoints import nonfinite_state
-from sppo.training.step import NonFiniteError, NonFiniteGuard, StepSums
+from sppo.training.step import NonFiniteGuard, StepSums
 from sppo.training.trainer import StepLoop
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 from tests.make import make_run
