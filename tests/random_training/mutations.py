@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from sppo.engine import engine, model_ends
-from sppo.engine.attention import prefix_attention, unit_kv
+from sppo.engine.attention import kv_store, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.offload.block_store import BlockStore
@@ -49,7 +49,7 @@ def lent_operands() -> Iterator[None]:
 
     with (
         patch.object(DeferredGradients, "linear", linear),
-        patch.object(unit_kv, "copy_by_token", by_token),
+        patch.object(kv_store, "copy_by_token", by_token),
     ):
         yield
 
