@@ -179,15 +179,6 @@ class Candidate:
         """Return the stages of a pipeline rank, in the order of their layers."""
         return range(rank, self.num_stages, self.pipeline_parallel_degree)
 
-    @property
-    def layers_of_ranks(self) -> tuple[int, ...]:
-        """Number of layers on each pipeline rank, all its stages together."""
-        stages = self.stages
-        return tuple(
-            sum(len(stages[stage]) for stage in self.stages_of_rank(rank))
-            for rank in range(self.pipeline_parallel_degree)
-        )
-
     def kv_of_stage(self, stage: int) -> KVPlacement:
         """Return the placement of a stage's K and V between its forward and its backward."""
         if self.schedule != LOOPED or self.kv is None:
