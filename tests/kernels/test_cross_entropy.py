@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from sppo.cost import logits_tile
-from sppo.cost.logits_tile import tile_tokens
+from sppo.cost import tiles
+from sppo.cost.tiles import tile_tokens
 from sppo.kernels import cross_entropy
 from sppo.kernels.cross_entropy import (
     CROSS_ENTROPY,
@@ -51,7 +51,7 @@ def by_autograd(hidden, weight, labels, scale, terms=CROSS_ENTROPY):
 
 def small_tiles(tokens):
     """Tiles of at least ``tokens`` tokens rather than 64."""
-    return mock.patch.object(logits_tile, "LEAST_TILE_TOKENS", tokens)
+    return mock.patch.object(tiles, "LEAST_TILE_TOKENS", tokens)
 
 
 @settings(deadline=None, max_examples=40)
@@ -112,7 +112,7 @@ def test_smoothing_and_z_loss_by_hand():
 def test_a_tile_is_as_large_as_its_bytes_allow():
     assert tile_tokens(1000, element_bytes=4, tile_bytes=4 * 1000 * 100 + 3999) == 100
     assert tile_tokens(10**9, element_bytes=2) == 64
-    for device, most in logits_tile.LOGITS_TILE_BYTES.items():
+    for device, most in tiles.LOGITS_TILE_BYTES.items():
         tokens = tile_tokens(32000, element_bytes=2, device=device)
         assert most / 2 < 2 * 32000 * tokens <= most
 
