@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +12,12 @@ from rich.console import Console
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import Screen, emit, item_table, print_json, written
+from sppo.cli.printing import Screen, emit, item_table, print_json
 from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
 from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.tokens import open_tokens
-from sppo.output_file import check_output_files
-from sppo.plots.lengths import length_plot
 from sppo.quoting import one_line
 from sppo.report.display import Display
 from sppo.report.lines import print_line
@@ -123,10 +120,6 @@ def stats(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="PNG", help="Draw the distribution here."),
-    ] = None,
     json_output: Json = False,
 ) -> None:
     """Report the lengths of documents, and the share of tokens in long documents.
@@ -134,17 +127,13 @@ def stats(
     The length of a document is the number of its tokens in training: all but the last, one for each
     label.
 
-        sppo data stats data/code --length 8Ki -o lengths.png
+        sppo data stats data/code --length 8Ki
     """
     with exit_codes():
         limit = _length(length)
-        check_output_files({"-o": output}, plots=["-o"])
         tokens = open_tokens(directory)
-        distribution = document_lengths(tokens.document_offsets)
-        found = length_stats(tokens, distribution, length=limit)
-        if output is not None:
-            length_plot(found, distribution, output)
-    emit(lambda: asdict(found), lambda: chain(_screen(found), written(output)), as_json=json_output)
+        found = length_stats(tokens, document_lengths(tokens.document_offsets), length=limit)
+    emit(lambda: asdict(found), lambda: _screen(found), as_json=json_output)
 
 
 def _screen(found: LengthStats) -> Screen:
