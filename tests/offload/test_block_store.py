@@ -5,6 +5,7 @@ import os
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -260,10 +261,7 @@ def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
     run_step(store, interleaved=False)
     larger = schedule(step_offloads(interleaved=False, staging_slots=3).order, staging_slots=9)
     extents = {k: Extent(2 * e.offset_bytes, 2 * e.size_bytes) for k, e in larger.extents.items()}
-
-    def refuse(*arguments):
-        raise OSError(errno.ENOSPC, "no room")
-
+    refuse = mock.Mock(side_effect=OSError(errno.ENOSPC, "no room"))
     with monkeypatch.context() as patched:
         patched.setattr(lane, verb, refuse)
         with pytest.raises(OSError, match="no room"):

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+from unittest import mock
 
 import pytest
 
@@ -165,9 +166,7 @@ def test_a_full_disk_is_not_called_missing(work, monkeypatch, activations):
 
 
 def test_a_disk_without_room_for_the_state_is_refused(work, monkeypatch):
-    def full(descriptor, offset, size):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(mapped_file.os, "posix_fallocate", full)
         text = refuse("train", run_of(work, stages=3, state=STATE), code=4)
