@@ -14,6 +14,15 @@ from sppo.config.model import ModelConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Keys of a ``rope_scaling``."""
+
 _ROTARY = {
     "vocab_size": 61,
     "hidden_size": 24,

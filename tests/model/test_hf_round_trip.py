@@ -8,18 +8,11 @@ from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.hf_writing import save_hf_weights
-from tests.model.hf_models import tiny_hf_model
+from tests.model.hf_models import LLAMA3, tiny_hf_model
 
 transformers = pytest.importorskip("transformers")
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 CASES = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": False, "rope_scaling": YARN}),
