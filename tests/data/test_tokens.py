@@ -116,14 +116,10 @@ def test_damaged_files(tmp_path, name, damage, message):
         ({"format_version": 2}, r"format_version 2, but this program reads 1"),
         ({"dtype": "int8"}, r"dtype 'int8': .* 'uint16' or 'uint32'"),
         ({"num_tokens": -1}, r"num_tokens -1: .* greater than or equal to 0"),
-        ({"num_tokens": True}, r"num_tokens True: .* valid integer"),
         ({"extra": 1}, r"extra 1: Unexpected"),
         ({"tokenizer": {"kind": 3}}, r"meta.json: tokenizer.name .*: .*required"),
         ({"num_tokens": 10**30}, r"num_tokens 10+: .* less than or equal to"),
-        ({"tokens_sha256": 3}, r"tokens_sha256 3: .* valid string"),
-        ({"tokenizer": None}, r"tokenizer None: "),
         ({"loss_mask_sha256": None}, "is one of other data"),
-        ({"loss_mask_sha256": 5}, "loss_mask_sha256 5: .* valid string"),
     ],
 )
 def test_faulty_meta(tmp_path, changes, message):
