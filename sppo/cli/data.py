@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -22,7 +20,7 @@ from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepa
 from sppo.data.preparation.tokenizers import EndOfDocument
 from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.tokens import open_tokens
-from sppo.output_file import FULL_ERRNOS, check_output_files
+from sppo.output_file import check_output_files
 from sppo.plots.lengths import length_plot
 from sppo.quoting import one_line
 from sppo.report.display import Display
@@ -92,7 +90,7 @@ def prepare(
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
     console = Console(stderr=True, quiet=json_output)
-    with exit_codes(), _disk_full_explained(out), _Tokenizing(console) as display:
+    with exit_codes(), _Tokenizing(console) as display:
         if tokenizer is None:
             raise ValueError(
                 "--tokenizer: how does text become ids? Write bytes, the path of a tokenizer.json, "
@@ -216,22 +214,6 @@ def _end_of_document(text: str) -> EndOfDocument:
         raise ValueError(
             f"--end-of-document {one_line(text)}: write auto, none or the number of a token"
         ) from None
-
-
-@contextmanager
-def _disk_full_explained(out: Path) -> Iterator[None]:
-    """Add to disk-full errors which directory was being written and how much space it takes."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL_ERRNOS:
-            raise
-        raise OSError(
-            error.errno,
-            f"--out {out}: {error.strerror}; what was written is removed again. A token takes 2 "
-            "bytes (4 above a vocabulary of 65536), one more with a loss mask: free some space, or "
-            "write to another disk",
-        ) from error
 
 
 class _Tokenizing(Display):

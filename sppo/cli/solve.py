@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.cli.printing import emit, print_json, working
 from sppo.cli.solve_corpus import corpus_json, corpus_screen
-from sppo.cli.solve_report import Answer, train_command
+from sppo.cli.solve_report import Answer, launch_commands
 from sppo.cli.solve_stream import stream_json, stream_screen
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
@@ -106,8 +107,12 @@ def solve(
         elif explain:
             with working("comparing with what was not asked for"):
                 paying = improvements(solution)
-        train = train_command(run_file, overrides or [], output=output)
-        answer = Answer(solution, (), train, output, png, paying)
+        plan = str(output or "plan.json")
+        train = shlex.join(["sppo", "train", str(run_file), *(overrides or []), "--plan", plan])
+        assert solution.best is not None, "find_solution raises if nothing fits"
+        per_node = solution.hardware.node.num_devices
+        launch = launch_commands(solution.best.degrees, devices_per_node=per_node, train=train)
+        answer = Answer(solution, (), train, launch, output, png, paying)
         screen = corpus_screen if isinstance(solution, CorpusSolution) else stream_screen
         emit(partial(_values, answer), partial(screen, answer), as_json=json_output)
 

@@ -7,9 +7,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from sppo.cli.candidate import choices_json, degrees_json, memory_json, stages_json
+from sppo.cli.candidate import choices_json, degrees_json, memory_json, memory_screen, stages_json
 from sppo.cli.explanation import explanation_json, explanation_screen
-from sppo.cli.memory import memory_screen
 from sppo.cli.printing import Screen, Unbroken, written
 from sppo.cli.solve_report import (
     DEGREES,

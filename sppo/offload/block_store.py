@@ -208,16 +208,20 @@ class BlockStore:
         Raises:
             OSError: The disk failed in an earlier copy.
         """
-        assert key not in self._retained, f"{key} is saved already"
         if retained is not None:
-            if self._stack is None:
-                kept = {name: on_its_own(tensor) for name, tensor in retained.items()}
-            else:
-                kept = self._stack.push(retained)
-            self._retained[key] = kept
-            self.held.add_tensors(kept.values())
+            self._retain(key, retained)
         if self._lane_if_any is not None and offloaded is not None:
             self._put_away(key, offloaded)
+
+    def _retain(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
+        """Keep ``tensors`` on the device, in place or on the stack."""
+        assert key not in self._retained, f"{key} is saved already"
+        if self._stack is None:
+            kept = {name: on_its_own(tensor) for name, tensor in tensors.items()}
+        else:
+            kept = self._stack.push(tensors)
+        self._retained[key] = kept
+        self.held.add_tensors(kept.values())
 
     def _put_away(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """Start to copy ``tensors`` out; the dictionary may be empty."""
@@ -277,16 +281,7 @@ class BlockStore:
         """
         assert key in self._retained or key in self._blocks, f"{key} is not saved"
         offloaded = self._get_back(key) if key in self._blocks else {}
-        retained: dict[str, Tensor] = {}
-        if key in self._retained:
-            last = next(reversed(self._retained))
-            retained = self._retained.pop(key)
-            self.held.remove_tensors(retained.values())
-            if self._stack is not None:
-                assert last == key, f"{key} is taken before {last}, which was saved later"
-                self._stack.pop()
-                if self._poisons_stack:
-                    self._lent[key] = [*retained.values()]
+        retained = self._get_retained(key) if key in self._retained else {}
         if owned:
             offloaded = _copied(offloaded)
             retained = retained if self._stack is None else _copied(retained)
@@ -295,6 +290,18 @@ class BlockStore:
     def peek(self, key: ActivationKey, name: str) -> Tensor | None:
         """Return one retained tensor, which stays in the store; None if it is not saved."""
         return self._retained[key].get(name)
+
+    def _get_retained(self, key: ActivationKey) -> dict[str, Tensor]:
+        """Return the tensors of ``key`` that stayed on the device."""
+        last = next(reversed(self._retained))
+        tensors = self._retained.pop(key)
+        self.held.remove_tensors(tensors.values())
+        if self._stack is not None:
+            assert last == key, f"{key} is taken before {last}, which was saved later"
+            self._stack.pop()
+            if self._poisons_stack:
+                self._lent[key] = [*tensors.values()]
+        return tensors
 
     def _get_back(self, key: ActivationKey) -> dict[str, Tensor]:
         """Return the tensors of ``key`` as views of the ring."""

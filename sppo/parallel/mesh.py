@@ -18,7 +18,8 @@ from sppo.parallel.mesh_shape import MeshShape
 _FIRST_ELEMENTS = (1, 8 << 20)
 """Sizes of the first sums of a group, in fp32: of trees, and of what long messages take."""
 ReplicaGroup = Literal["stage", "keys", "block"]
-"""Ranks that hold the same values of a parameter, by the name of their group in :class:`Groups`."""
+"""Ranks that hold the same values of a parameter: those of the same stage; of these, those with the
+same shard of the weights (Megatron), or with the same shard of the key/value projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,7 @@ class Groups:
     Attributes:
         world: All ranks, over gloo, for host memory.
         sequence: Ranks over which the tokens of this rank's subsequences are sharded.
-        stage: Ranks that hold this rank's layers.
-        block: Ranks of `stage` with the same shard of the weights; None unless the
-            sequence-parallel group shards weights (Megatron).
-        keys: Ranks of `stage` with the same shard of the key/value projections; None unless
-            weights are sharded over more ranks than there are key/value heads.
+        replicas: Ranks of :attr:`Mesh.replica_ranks`, by kind.
         ends: First and last rank of this rank's pipeline; None unless this rank is one of the two
             and they share a parameter.
         pipeline: All ranks of this rank's pipeline, for messages of MSP shards between ranks that
@@ -43,9 +40,7 @@ class Groups:
 
     world: ProcessGroup | None = None
     sequence: ProcessGroup | None = None
-    stage: ProcessGroup | None = None
-    block: ProcessGroup | None = None
-    keys: ProcessGroup | None = None
+    replicas: Mapping[ReplicaGroup, ProcessGroup | None] = field(default_factory=dict)
     ends: ProcessGroup | None = None
     pipeline: ProcessGroup | None = None
     edges: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict)
@@ -120,7 +115,7 @@ class Mesh:
         with peer_errors("sending first messages"):
             if exchanging is not None and self.shape.key_copies is None:
                 dist.all_to_all_single(torch.empty_like(token), token, group=exchanging)
-            for group in (exchanging, groups.stage, groups.block, groups.keys, groups.ends):
+            for group in (exchanging, *groups.replicas.values(), groups.ends):
                 if group is not None:
                     first_messages(group, device=token.device)
 
@@ -140,9 +135,19 @@ class Mesh:
         return self.shape.pipeline_ranks(self.at)
 
     @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """Global ranks that hold this rank's layers."""
-        return self.shape.stage_ranks(self.at)
+    def replica_ranks(self) -> dict[ReplicaGroup, tuple[int, ...]]:
+        """Global ranks that hold the same parameters as this rank, by kind, in fixed order.
+
+        There is only "stage" unless the sequence-parallel group shards weights, and "keys" only if
+        it shards them over more ranks than there are key/value heads.
+        """
+        ranks: dict[ReplicaGroup, tuple[int, ...]] = {"stage": self.shape.stage_ranks(self.at)}
+        copies = self.shape.key_copies
+        if copies is not None:
+            ranks["block"] = self.shape.block_ranks(self.at)
+            if copies > 1:
+                ranks["keys"] = self.shape.block_ranks(self.at, copies=copies)
+        return ranks
 
     @property
     def speaks_for_replica(self) -> bool:
@@ -156,16 +161,11 @@ class Mesh:
         their own. Either every rank calls this or none. None if this rank would be alone.
 
         Args:
-            kind: Group of :class:`Groups` with the same ranks.
+            kind: Kind of the parameters.
         """
         if not self.is_distributed:
             return None
-        ranks = {
-            "stage": self.stage_ranks,
-            "block": self.shape.block_ranks(self.at),
-            "keys": self.shape.block_ranks(self.at, copies=self.shape.key_copies or 1),
-        }
-        return self._group(ranks[kind], f"gathers of {kind}", is_limited=True)
+        return self._group(self.replica_ranks[kind], f"gathers of {kind}", is_limited=True)
 
     def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
         """Make the same number of groups on every rank, in the same order.
@@ -177,21 +177,17 @@ class Mesh:
         pipeline = self.pipeline_ranks
         here = self.at.pipeline
         ends = (pipeline[0], pipeline[-1]) if here in (0, len(pipeline) - 1) else (self.rank,)
-        copies = self.shape.key_copies or 0
         return Groups(
             world=self.groups.world,
             sequence=self._group(self.shape.sequence_ranks(self.at), "sequence"),
-            stage=self._group(self.stage_ranks, "stage"),
-            block=self._block_group("block", copies=1) if copies else None,
-            keys=self._block_group("keys", copies=copies) if copies > 1 else None,
+            replicas={
+                kind: self._group(ranks, kind, is_limited=kind == "keys")
+                for kind, ranks in self.replica_ranks.items()
+            },
             ends=self._group(sorted({*ends}), "ends", is_limited=True) if ties_ends else None,
             pipeline=self._group(pipeline, "pipeline", is_limited=True) if cuts_units else None,
             edges=self._make_edges(wraps=wraps),
         )
-
-    def _block_group(self, purpose: str, *, copies: int) -> ProcessGroup | None:
-        ranks = self.shape.block_ranks(self.at, copies=copies)
-        return self._group(ranks, purpose, is_limited=copies > 1)
 
     def make_range_groups(
         self, ranges: Sequence[tuple[int, int]]

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.parallel.data_parallel import add_up, rows_of
+from sppo.parallel.data_parallel import add_up
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh, first_messages
+from sppo.parallel.row_layout import rows_of
 
 
 class MspExchange:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,41 +20,16 @@ from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh
 
 
-class RecvHandle(Protocol):
-    """Receive of a tensor that was posted."""
-
-    def wait(self) -> Tensor:
-        """Wait for the message and return its tensor."""
-        ...
-
-
-class PipelineP2P(Protocol):
-    """Pipeline communication: point-to-point messages between the positions of a pipeline."""
-
-    def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """Start to send ``tensor``, which must not change afterwards; errors name it ``what``."""
-        ...
-
-    def receive(
-        self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
-    ) -> RecvHandle:
-        """Post the receive of a tensor; messages of an edge arrive in the order of their sends."""
-        ...
-
-    def wait_all(self) -> None:
-        """Wait until all messages of this rank have been sent."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class _Awaited:
-    """Posted receive into ``tensor``."""
+class RecvHandle:
+    """Posted receive into ``tensor``; errors name it ``what``."""
 
     tensor: Tensor
     work: Any
     what: str
 
     def wait(self) -> Tensor:
+        """Wait for the message and return its tensor."""
         with peer_errors(f"waiting for {self.what}"):
             self.work.wait()
         return self.tensor
@@ -65,7 +40,7 @@ _MOST_UNDER_WAY = 2
 
 
 class PipelineLinks:
-    """:class:`PipelineP2P` over torch.distributed.
+    """Point-to-point messages between the positions of a pipeline.
 
     Args:
         mesh: Mesh of all ranks, connected.
@@ -80,7 +55,10 @@ class PipelineLinks:
         self._warm_up()
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """Start to send a tensor, after waiting for old messages if too many are in flight."""
+        """Start to send a tensor, after waiting for old messages if too many are in flight.
+
+        The tensor must not change afterwards; errors name it ``what``.
+        """
         under_way = self._under_way.setdefault(receiver, deque())
         self._forget_what_left(under_way)
         tensor = tensor.contiguous()
@@ -93,11 +71,11 @@ class PipelineLinks:
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
     ) -> RecvHandle:
-        """Start to receive a tensor; return the handle to wait on."""
+        """Post the receive of a tensor; messages of an edge arrive in the order of their sends."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         with peer_errors(f"asking for {what}"):
             work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
-        return _Awaited(tensor, work, what)
+        return RecvHandle(tensor, work, what)
 
     def wait_all(self) -> None:
         """Wait until all messages of this rank have been sent."""

@@ -33,7 +33,7 @@ from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.timeouts import device_timeouts
+from sppo.parallel.job.timeouts import issued_timeout, stall_timeout
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.msp_exchange import MspLinks
@@ -218,9 +218,9 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
     predicted_step_s = math.inf if differ else plan.predicted.step_s
-    timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
+    stall_timeout_s = stall_timeout(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
     mesh.connect(
-        timeout_s=timeouts.issued_s if mesh.uses_nccl else None,
+        timeout_s=issued_timeout(stall_timeout_s) if mesh.uses_nccl else None,
         wraps=plan.virtual_stages > 1,
         cuts_units=plan.uses_msp,
         ties_ends=run.model.tie_embeddings,

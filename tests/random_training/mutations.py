@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from sppo.engine import engine, stage
-from sppo.engine.attention import subsequence_attention as span_attention
+from sppo.engine import engine, model_ends
+from sppo.engine.attention import prefix_attention, unit_kv
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.offload.block_store import BlockStore
@@ -23,8 +23,7 @@ from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
 from sppo.parallel.data_parallel import GradientReducer
-from sppo.parallel.gradient_reduce_scatter import GradientMessage
-from sppo.parallel.parameter_all_gather import AllGatherHandle
+from sppo.parallel.shard_messages import GradientMessage, ParameterMessage
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -50,7 +49,7 @@ def lent_operands() -> Iterator[None]:
 
     with (
         patch.object(DeferredGradients, "linear", linear),
-        patch.object(span_attention, "copy_by_token", by_token),
+        patch.object(unit_kv, "copy_by_token", by_token),
     ):
         yield
 
@@ -63,7 +62,7 @@ def lent_saved_tensors() -> Any:
 
 def message_not_awaited() -> Any:
     """A received tensor is used before it is here."""
-    return patch.object(pipeline_p2p._Awaited, "wait", lambda self: self.tensor)
+    return patch.object(pipeline_p2p.RecvHandle, "wait", lambda self: self.tensor)
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def buckets_not_awaited() -> Any:
 @contextmanager
 def gathers_not_awaited() -> Iterator[None]:
     """Weights of ZeRO-3 are used before they are here."""
-    finish = AllGatherHandle.finish
+    finish = ParameterMessage.finish
 
     def finish_early(self: Any) -> Any:
         work, self._work = self._work, _Nothing()
@@ -102,7 +101,7 @@ def gathers_not_awaited() -> Iterator[None]:
         finally:
             self._work = work
 
-    with patch.object(AllGatherHandle, "finish", finish_early):
+    with patch.object(ParameterMessage, "finish", finish_early):
         yield
 
 
@@ -165,7 +164,7 @@ def positions_from_subsequence() -> Iterator[None]:
 @contextmanager
 def prefix_without_dk() -> Iterator[None]:
     """What a subsequence adds to the key gradients of earlier ones is lost."""
-    backward = span_attention.attention_backward
+    backward = prefix_attention.attention_backward
 
     def forgetful(call: Any, *rest: Any, dk_TKD: Any, **options: Any) -> Any:
         before = dk_TKD.clone()
@@ -174,13 +173,13 @@ def prefix_without_dk() -> Iterator[None]:
         dk_TKD[:start] = before[:start]
         return dq
 
-    with patch.object(span_attention, "attention_backward", forgetful):
+    with patch.object(prefix_attention, "attention_backward", forgetful):
         yield
 
 
 def documents_not_isolated() -> Any:
     """Recomputed attention and its backward look across the starts of documents."""
-    return patch.object(span_attention.KVCacheAttention, "_documents", lambda self: (0,))
+    return patch.object(prefix_attention.PrefixAttention, "_documents", lambda self, end: (0,))
 
 
 def norm_of_own_gradients() -> Any:
@@ -224,25 +223,25 @@ def weights_not_gathered() -> Any:
 @contextmanager
 def window_one_short() -> Iterator[None]:
     """A sliding window is one token shorter in a backward than in its forward."""
-    backward = span_attention.attention_backward
+    backward = prefix_attention.attention_backward
 
     def shorter(call: Any, *rest: Any, **options: Any) -> Any:
         window = call.window and max(1, call.window - 1)
         return backward(replace(call, window=window), *rest, **options)
 
-    with patch.object(span_attention, "attention_backward", shorter):
+    with patch.object(prefix_attention, "attention_backward", shorter):
         yield
 
 
 @contextmanager
 def smoothing_forgotten() -> Iterator[None]:
     """The gradient of the loss leaves label smoothing out."""
-    gradient = stage.linear_cross_entropy_with_gradient
+    gradient = model_ends.linear_cross_entropy_with_gradient
 
     def plain(*arguments: Any, terms: Any, **options: Any) -> Any:
         return gradient(*arguments, terms=replace(terms, label_smoothing=0.0), **options)
 
-    with patch.object(stage, "linear_cross_entropy_with_gradient", plain):
+    with patch.object(model_ends, "linear_cross_entropy_with_gradient", plain):
         yield
 
 

@@ -92,7 +92,7 @@ class _Rank:
                 cuts_units=leg.schedule == "sppo_msp",
                 ties_ends=model.tie_embeddings,
             )
-        self._mesh, self._peers = mesh, HostCollectives(mesh)
+        self._mesh, self._peers = mesh, HostCollectives(mesh.groups.world)
         cpu = torch.device("cpu")
         links = PipelineLinks(mesh, device=cpu) if mesh.groups.edges else None
         msp_links = MspLinks(mesh, device=cpu) if leg.schedule == "sppo_msp" else None

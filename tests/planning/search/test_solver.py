@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sppo.hardware.file import hardware_for
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.division import divide
+from sppo.planning.search.division import divide, rejection_of
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
@@ -186,18 +186,12 @@ def test_every_way_to_share_out_the_devices_is_answered_for():
 def test_what_cannot_fit_lacks_at_least_the_bound():
     divisions, _ = divide(request(), hardware=hardware_for_request())
     lacking = [division for division in divisions if not division.fits]
-    exact, quick = ([one.rejection(exact=exact) for one in lacking] for exact in (True, False))
-    bounds = [
-        (bound, rejection)
-        for bound, rejection in zip(quick, exact, strict=True)
-        if bound.shortfall is not None and bound.shortfall.at_least
-    ]
+    bounds = [(one, bound) for one in lacking if (bound := one.least_rejection()) is not None]
     assert bounds
-    for bound, rejection in bounds:
-        assert 0 < bound.shortfall.short_bytes <= rejection.shortfall.short_bytes
+    for division, bound in bounds:
+        exact = rejection_of(division.best())
+        assert 0 < bound.shortfall.short_bytes <= exact.shortfall.short_bytes
         assert "short by at least " in bound.reason
-    others = [pair for pair in zip(quick, exact, strict=True) if pair not in bounds]
-    assert all(one == other for one, other in others)
 
 
 # What a run writes is a condition.
