@@ -253,6 +253,17 @@ def _lends_gradients(case: Case) -> bool:
     )
 
 
+def _lends_saved_tensors(case: Case) -> bool:
+    """Whether deferred weight gradients have operands in the slots of a store that returns them."""
+    return any(
+        "zb_h1" in leg.schedule
+        and leg.pp > 1
+        and leg.ratio == 1.0
+        and (leg.last_too or len(leg.cuts) > 2)
+        for leg in case.legs
+    )
+
+
 def _reduces(case: Case, *, after_each_use: bool) -> bool:
     """Whether ranks add gradients up, after each use (ZeRO-2 and 3) or once per step."""
     return any((leg.zero >= 2) == after_each_use and leg.dp * leg.sp > 1 for leg in case.legs)
@@ -262,7 +273,7 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
     function.__name__: (function, may_show)
     for function, may_show in (
         (lent_operands, _lends_gradients),
-        (lent_saved_tensors, lambda case: any("zb_h1" in leg.schedule for leg in case.legs)),
+        (lent_saved_tensors, _lends_saved_tensors),
         (message_not_awaited, lambda case: any(leg.pp > 1 for leg in case.legs)),
         (sent_memory_reused, lambda case: any(leg.pp > 1 for leg in case.legs)),
         (buckets_not_awaited, lambda case: _reduces(case, after_each_use=False)),
