@@ -30,7 +30,7 @@ from sppo.model.gradients import DeferredGradients, GradientSink
 from sppo.model.layer import Layer, Saved
 from sppo.model.rope import rotary_table
 from sppo.offload.block_store import BlockStore
-from sppo.offload.tensor_stack import stacked_bytes
+from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind, UnitKey

@@ -33,7 +33,7 @@ from sppo.kernels import elementwise
 from sppo.model import gradients, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.tensor_stack import TensorStack
+from sppo.offload.retained import TensorStack
 
 BASE = {
     "vocab_size": 48,
@@ -113,8 +113,8 @@ def counted(monkeypatch):
     )
     watch(
         TensorStack,
-        "push",
-        lambda stack, tensors: (
+        "put",
+        lambda stack, key, tensors: (
             "save",
             sum(t.numel() for name, t in tensors.items() if name not in ("lse", "dx")),
         ),
