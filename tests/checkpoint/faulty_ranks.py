@@ -168,20 +168,15 @@ def load_wrong(group, directory, fault):
 def save_bad_layout(group, directory, fault):
     """Blocks that are no tiling; what was raised."""
     rank = dist.get_rank(group)
-    rows = 2
-    shape = (6, 2)
-    dtype = torch.float32
-    offset = 2 * rank
-    if fault == "gap":
-        offset = 4 if rank == 1 else offset  # as rank 2: rows 2 and 3 are nowhere
-    elif fault == "overlap":
-        offset, rows = (1, 2) if rank == 1 else (offset, rows)
-    elif fault == "shape":
-        shape = (7, 2) if rank == 1 else shape
-    elif fault == "size":
-        offset, rows = (0, 3) if rank == 1 else (offset, rows)
-    else:
-        dtype = torch.bfloat16 if rank == 1 else dtype
+    offset, rows, shape, dtype = 2 * rank, 2, (6, 2), torch.float32
+    if rank == 1:
+        offset, rows, shape, dtype = {
+            "gap": (4, rows, shape, dtype),  # as rank 2: rows 2 and 3 are nowhere
+            "overlap": (1, rows, shape, dtype),
+            "shape": (offset, rows, (7, 2), dtype),
+            "size": (0, 3, shape, dtype),
+            "dtype": (offset, rows, shape, torch.bfloat16),
+        }[fault]
     block = StateBlock(torch.zeros(rows, 2, dtype=dtype), (offset, 0), shape)
     try:
         manager_of(group, directory).save({"model.w": block}, step=1, metadata={})

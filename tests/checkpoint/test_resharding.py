@@ -26,22 +26,16 @@ SOME_LAYOUTS = ["grid", "random 1", "random 2"]
 SAVING_RANKS, DEFAULT_SIZE = 4, 3
 
 
-class Ranks:
-    """Runs functions of a group on ranks of the pool, or without a group in this process."""
-
-    def __init__(self, pool):
-        self._pool = pool
-
-    def __call__(self, function, *arguments, size):
-        """What ``function(group, *arguments)`` returns on each rank; 0 ranks have no group."""
-        if size == 0:
-            return [function(None, *arguments)]
-        return self._pool.run(work.in_group, function, *arguments, ranks=size)
-
-
 @pytest.fixture(scope="module", name="ranks")
 def _ranks(ranks):
-    return Ranks(ranks)
+    """Function that returns what one of a group returns on each rank; 0 ranks have no group."""
+
+    def run(function, *arguments, size):
+        if size == 0:
+            return [function(None, *arguments)]
+        return ranks.run(work.in_group, function, *arguments, ranks=size)
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,24 +76,18 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(sppo, tmp_path_factory):
-    made = {}
-
-    class Runs(dict[str, Run]):
-        def __missing__(self, variant):
-            made[variant] = self[variant] = Run(sppo, tmp_path_factory.mktemp(variant), variant)
-            return made[variant]
-
-    return Runs()
+    """Function that returns a variant of the run; it is run once."""
+    return cache(lambda variant: Run(sppo, tmp_path_factory.mktemp(variant), variant))
 
 
 @pytest.fixture
 def plain(runs):
-    return runs["plain"]
+    return runs("plain")
 
 
 @pytest.mark.parametrize("variant", default_of(VARIANTS, "plain"))
 def test_killed_in_step_seven(runs, variant):
-    run = runs[variant]
+    run = runs(variant)
     killed = run.train("killed", step=7, action=5, signals=[signal.SIGKILL])
     assert killed.returncode == -signal.SIGKILL
     assert [record["step"] for record in run.read("killed")] == [1, 2, 3, 4, 5, 6]
