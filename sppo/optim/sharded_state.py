@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
-from sppo.checkpoint.state_block import StateBlock
+from sppo.checkpoint.state_block import StateBlock, whole
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
@@ -278,7 +278,7 @@ class ShardedState:
     def _block(self, key: str, tensor: Tensor) -> StateBlock:
         name = _parameter(key)
         if name is None:
-            return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+            return whole(tensor)
         shape = self.shapes[name]
         assert prod(tensor.shape[1:]) == prod(shape[1:]), f"{key}: {tensor.shape} of {shape}"
         first, *rest = self.sharding.offsets(name)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
 from sppo.activations.subsequence_placement import check_whole_classes
-from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
-from sppo.config.json_file import read_json
 from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
@@ -31,9 +29,7 @@ from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_replica
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
-from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
@@ -44,19 +40,8 @@ from sppo.training.attention_in_use import check_attention, load_attention, with
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.input_checks import check_inputs, check_labels, check_weights, input_facts
 from sppo.training.job import Job, mesh_shape
-from sppo.training.sample_steps import saved_history
 from sppo.training.state import may_offload
 from sppo.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class NextStep:
-    """First step of samples that a run, new or resumed, will execute."""
-
-    number: int
-    """Number of the step, counted from 1."""
-    planned: ReplicaPlan
-    """Plan of the step for the first replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +54,6 @@ class CheckedRun:
     """Plan of every step; in a run of samples, of a step of the longest samples."""
     attention: AttentionSummary
     """Attention back ends of the plan and of this machine."""
-    next_step: NextStep | None = None
-    """First step of samples; None if all steps are done, or in a run of sequences, whose steps are
-    alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +117,7 @@ def preflight(
     attention = peers.done_by_all(lambda: check_attention(run, plan, device))
     peers.done_by_all(lambda: check_room(run, plan, free))
     peers.decided_by_main(lambda: check_first_checkpoint(run))
-    next_step = None
-    if run.data.samples == "documents":
-        next_step = peers.decided_by_main(lambda: _next_step(run, data, plan))
-    return CheckedRun(job, data, plan, attention, next_step)
+    return CheckedRun(job, data, plan, attention)
 
 
 # The plan
@@ -218,46 +197,10 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
     if problem is not None:
         raise ValueError(problem)
     if kind == "cuda":
-        use = CommunicatorUse(
-            ranges=msp_ranges(plan.program().msp_groups) if plan.uses_msp else [],
-            cuts_units=plan.uses_msp,
-            wraps=plan.virtual_stages > 1,
-            ties_ends=run.model.tie_embeddings,
-            gathers_weights=plan.zero == 3,
-        )
+        ranges = msp_ranges(plan.program().msp_groups) if plan.uses_msp else []
+        use = CommunicatorUse.of(plan.candidate(), ranges=ranges)
         num_lanes = may_offload(run, plan) + plan.state.leaves_device
         check_streams(mesh_shape(run), use, num_lanes=num_lanes)
-
-
-def _next_step(run: RunConfig, data: TrainingData, plan: ExecutionPlan) -> NextStep | None:
-    """Return the plan of the first step of samples to execute, after the newest checkpoint if any.
-
-    The checkpoint is not verified here, but when it is loaded. Returns None if all steps are done.
-
-    Raises:
-        MemoryError: The step does not fit.
-    """
-    metadata = _newest_metadata(run)
-    done, consumed = int(metadata["step"]), int(metadata["sequences_consumed"])
-    if done >= run.train.steps:
-        return None
-    request = StepRequest(
-        data.lengths(data.step_samples(consumed)),
-        saved_history(metadata, plan=plan).previous,
-        corrects_plan=run.planning.corrected,
-    )
-    planner = step_planner(plan, background_saves=run.checkpoint.async_save)
-    return NextStep(done + 1, plan_replica(planner, request, replica=0))
-
-
-def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
-    """Return the metadata of the newest checkpoint, or of a new run if there is none."""
-    for _, path in list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            metadata = read_json(path / METADATA_FILE)
-            if type(metadata["step"]) is type(metadata["sequences_consumed"]) is int:
-                return dict(metadata)
-    return {"step": 0, "sequences_consumed": 0}
 
 
 # Free memory and disk space

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from sppo.report.run_summary import (
 )
 from sppo.training.attention_in_use import attention_text
 from sppo.training.executed_step import StepTimelines
-from sppo.training.preflight import CheckedRun, NextStep
+from sppo.training.preflight import CheckedRun
 from sppo.training.records import TrainingOutcome, predicted_and_measured
 from sppo.training.run_directory import (
     LOSS_PLOT,
@@ -44,7 +44,7 @@ from sppo.training.run_directory import (
     TIMELINE_PLOT,
     TIMELINE_TRACE,
 )
-from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
+from sppo.units import counted, format_bytes, format_count, format_tokens
 
 Writer = Callable[[Path], None]
 """Function that writes a file."""
@@ -76,8 +76,8 @@ def announce(checked: CheckedRun) -> None:
     if terms := run.train.beside_cross_entropy:
         say("loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone")
     if run.data.samples == "documents":
-        for title, text in _packing(run, plan, checked.next_step):
-            say(title, text)
+        most = f"samples into subsequences of at most about {max(plan.lengths)} tokens"
+        say("cut", f"{most}, packed anew for every step")
     else:
         say("cut", _cut(run, plan.lengths))
     if parallelism := str(MeshShape.of(run.parallel)):
@@ -122,30 +122,6 @@ def _cut(run: RunConfig, lengths: tuple[int, ...]) -> str:
     tokens = str(longest) if longest == shortest else f"{longest} to {shortest}"
     by = "boundaries" if run.sequence.boundaries is not None else run.sequence.partition
     return f"{len(lengths)} subsequences of {tokens} tokens (sequence.partition={by})"
-
-
-def _packing(
-    run: RunConfig, plan: ExecutionPlan, next_step: NextStep | None
-) -> Iterator[tuple[str, str]]:
-    """Yield the lines about the packing of samples, and the next step if any is left."""
-    yield (
-        "cut",
-        f"samples into subsequences of at most about {max(plan.lengths)} tokens, packed anew for "
-        "every step",
-    )
-    if next_step is None:
-        return
-    planned, step = next_step.planned, next_step.planned.plan
-    replicas = run.parallel.data_parallel_degree
-    of_replica = f" on the first of {replicas} replicas" if replicas > 1 else ""
-    yield (
-        "step",
-        f"number {next_step.number}{of_replica}: {format_count(step.num_samples)} samples, "
-        f"{format_count(step.tokens)} tokens in {step.num_split} split, {step.num_batched} batched "
-        f"and {step.num_hybrid} hybrid subsequences; predicted "
-        f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle, peak "
-        f"{format_bytes(step.device_peak_bytes)}",
-    )
 
 
 def _offloads(run: RunConfig, plan: ExecutionPlan) -> str:

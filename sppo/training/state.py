@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
+from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS, MemoryBuckets
 from sppo.cost.parameters import parameter_shapes
 from sppo.cost.state_tiers import StateTiers
@@ -220,10 +221,8 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     predicted_step_s = math.inf if differ else plan.predicted.step_s
     stall_timeout_s = stall_timeout(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
     mesh.connect(
+        CommunicatorUse.of(plan.candidate()),
         timeout_s=issued_timeout(stall_timeout_s) if mesh.uses_nccl else None,
-        wraps=plan.virtual_stages > 1,
-        cuts_units=plan.uses_msp,
-        ties_ends=run.model.tie_embeddings,
     )
     if mesh.uses_nccl:
         mesh.send_first_messages()

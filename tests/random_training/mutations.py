@@ -61,8 +61,8 @@ def lent_saved_tensors() -> Any:
 
 
 def message_not_awaited() -> Any:
-    """A received tensor is used before it is here."""
-    return patch.object(pipeline_p2p.RecvHandle, "wait", lambda self: self.tensor)
+    """A received tensor is used before it is here, and nobody waits for what is sent."""
+    return patch.object(pipeline_p2p.MessageInFlight, "wait", lambda self: self.tensor)
 
 
 @contextmanager

@@ -401,7 +401,8 @@ def collective_bytes(candidate: Candidate) -> Counts:
     parts = [rank_parts(candidate, rank=rank).most_elements for rank in ranks]
     in_step = np.array(parts) * (gathered + reduced) * is_copied
     most = np.maximum(in_step, _bucket_bytes(candidate, is_copied=is_copied))
-    return np.rint(most).astype(np.int64)
+    found: Counts = np.rint(most).astype(np.int64)
+    return found
 
 
 def _bucket_bytes(candidate: Candidate, *, is_copied: bool) -> Table:
