@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
-from sppo.activations.policy import policy_placement
-from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
@@ -104,20 +103,15 @@ class Engine:
             provider of them.
         gradients: Buffers by global name to add gradients to, fp32 (fp64 for fp64), or a provider
             of them; None for evaluation only.
-        policy: Activation policy, see :mod:`sppo.activations.policy`; ignored with `placements`.
-        placements: Rows to retain, offload and recompute, by stage. All stages of all ranks must
-            be given, because every rank must make the same program.
+        policy: Activation policy, see :mod:`sppo.activations.policy`; ignored if `pipeline` has
+            placements.
         offloaded: Store for offloaded tensors of this rank; closed with the engine.
-        kv_offloaded: Stages, of all ranks, whose K and V leave the device between forward and
-            backward.
-        kv_recomputed: Stages, of all ranks, that recompute K and V before their backward; their
-            layers retain their inputs.
         streamed_weights: Weights that live in another tier and that the program fetches; `weights`
             must provide the same tensors to the stages. None if weights stay on the device.
         streamed_gradients: Gradient sums that live in another tier; `gradients` must provide the
             same tensors. None if gradients stay on the device.
         input_every: Layers per saved layer input, see :class:`sppo.engine.stage.Stage`.
-        pipeline: The stages of this rank and its links to other pipeline ranks.
+        pipeline: The stages of this rank, their plan, and links to other pipeline ranks.
         exchange: Communication with the ranks that hold the other tokens of every subsequence; a
             :class:`MegatronSequenceParallel` if they hold other shards of the weights, too.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
@@ -137,10 +131,7 @@ class Engine:
         weights: Mapping[str, Tensor] | WeightProvider,
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
-        placements: Mapping[int, PlacementOf] | None = None,
         offloaded: BlockStore | None = None,
-        kv_offloaded: Collection[int] = (),
-        kv_recomputed: Collection[int] = (),
         streamed_weights: StreamedWeights | None = None,
         streamed_gradients: StreamedGradients | None = None,
         input_every: int = 1,
@@ -175,12 +166,9 @@ class Engine:
             self._gradients,
             stages=pipeline.layers(model.num_layers).keys(),
         )
-        every_stage = range(pipeline.placement.num_stages)
         self._programs = StepPrograms(
             pipeline,
-            placements=placements or dict.fromkeys(every_stage, policy_placement(policy)),
-            kv_offloaded=kv_offloaded,
-            kv_recomputed=kv_recomputed,
+            policy=policy,
             streams_weights=streamed_weights is not None,
             streams_gradients=streamed_gradients is not None,
         )

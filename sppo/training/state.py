@@ -241,6 +241,9 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
         num_virtual=plan.virtual_stages,
         p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=program,
+        placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
+        kv_offloaded=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
+        kv_recomputed=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         msp_links=msp_links,
     )
 
@@ -290,10 +293,7 @@ def _engine_options(job: Job, plan: ExecutionPlan) -> dict[str, Any]:
             failed_step_timeout_s=job.failed_step_timeout_s,
         )
     return {
-        "placements": {n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         "offloaded": store,
-        "kv_offloaded": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
-        "kv_recomputed": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         "input_every": run.activations.input_every,
         "exchange": _exchange(run, job.mesh),
         "loss_terms": loss_terms(run),

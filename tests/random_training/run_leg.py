@@ -99,8 +99,17 @@ class _Rank:
         cpu = torch.device("cpu")
         links = PipelineLinks(mesh, device=cpu) if mesh.groups.edges else None
         msp_links = MspLinks(mesh, device=cpu) if leg.schedule == "sppo_msp" else None
+        dtype = DTYPES[case.dtype]
         pipeline = Pipeline(
-            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, msp_links=msp_links
+            leg.schedule,
+            leg.pp,
+            mesh.at.pipeline,
+            leg.virtual,
+            p2p=links,
+            placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
+            kv_offloaded=leg.kv_offloaded,
+            kv_recomputed=leg.kv_recomputed,
+            msp_links=msp_links,
         )
         shared = ShardedState(
             model,
@@ -110,7 +119,6 @@ class _Rank:
             zero=leg.zero,
             bucket_bytes=leg.bucket_bytes,
         )
-        dtype = DTYPES[case.dtype]
         self._weights: dict[str, Tensor] = {}
         masters: dict[str, Tensor] = {}
         for name in shared.shapes:
@@ -138,10 +146,7 @@ class _Rank:
             gradients=shared.gradient_provider(streamed_gradients or self._gradients),
             streamed_weights=streamed_weights,
             streamed_gradients=streamed_gradients,
-            placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded=_store(leg, disk) if leg.tier else None,
-            kv_offloaded=leg.kv_offloaded,
-            kv_recomputed=leg.kv_recomputed,
             input_every=leg.input_every,
             pipeline=pipeline,
             exchange=_exchange(leg, model, mesh),
