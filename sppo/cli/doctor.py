@@ -37,15 +37,12 @@ _MANY_RANKS = 64
 _HEAD_SIZE, _GROUP = 128, 4
 """Head size, and query heads per key/value head, of the attention case that back ends are checked
 on."""
-_PACKAGES = ("torch", "triton", "flash-attn", "numpy")
-"""Packages whose versions are a part of ``sppo --version``."""
 _OPTIONAL = (
     ("triton", "triton", "GPU kernels of SPPO; without it a GPU runs slower ones of torch"),
     ("flash-attn", "flash-attn", "attention on a GPU before Hopper; torch has its own copy"),
     ("pynvml", "nvidia-ml-py", "finds out which GPU this is; without it the plan assumes one"),
     ("tokenizers", "tokenizers", "reads tokenizer.json"),
     ("tensorboard", "tensorboard", "writes what train.tensorboard=true asks for"),
-    ("ipywidgets", "ipywidgets", "bars in a notebook; without it lines"),
 )
 """Name, distribution and use of optional packages."""
 _ANYTHING = (Exception, SystemExit)
@@ -79,24 +76,6 @@ def doctor(json_output: Json = False) -> None:
     emit(lambda: values, lambda: _screen(findings), as_json=json_output)
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(FAULT)
-
-
-def version_lines() -> tuple[str, ...]:
-    """Return lines with the version, then Python and packages, then the memory pool."""
-    packages = (f"{name} {_version(name)}" for name in _PACKAGES)
-    pool = "built" if native_build.find() is not None else "built when first used"
-    return (
-        f"sppo {__version__}",
-        f"Python {platform.python_version()}, {', '.join(packages)}",
-        f"memory pool: {pool}",
-    )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _screen(findings: Sequence[Finding]) -> Screen:

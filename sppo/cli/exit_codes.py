@@ -16,6 +16,7 @@ from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.quoting import readable
 from sppo.report.lines import for_stderr
+from sppo.training.interruption import NonFiniteError
 
 FAULT = 1
 """Exit code of a failing disk, a lost rank, or a bug."""
@@ -76,6 +77,8 @@ def exit_codes() -> Iterator[None]:
         if is_started_rank(os.environ):  # the launcher names the cause, and then this rank
             raise typer.Exit(FAULT) from None
         fail(_with_notes(str(error), error), code=FAULT)
+    except NonFiniteError as error:
+        fail(str(error), code=FAULT)
     except (RuntimeError, ImportError) as error:
         limit = _exhausted_limit(error)
         if limit is None:

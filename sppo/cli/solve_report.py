@@ -38,7 +38,6 @@ class Answer:
         train: Command that trains by the best plan.
         launch: Commands that train by it on the nodes of the machine.
         output: File that the best plan was written to; None if there is none.
-        png: File that a step was drawn into; None if there is none.
         improvements: Changes of the request that would increase throughput, for an answer that also
             says where the seconds of the best step go; None for a short one.
     """
@@ -48,7 +47,6 @@ class Answer:
     train: str = ""
     launch: Sequence[str] = ()
     output: Path | None = None
-    png: Path | None = None
     improvements: Sequence[Improvement] | None = None
 
     @property

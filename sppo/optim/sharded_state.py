@@ -12,7 +12,7 @@ checkpoints save that of the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
-from sppo.checkpoint.state_block import StateBlock
+from sppo.checkpoint.state_block import StateBlock, whole
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
@@ -84,13 +84,13 @@ class ShardedState:
         self._mesh = mesh
         self._groups = {
             kind: GradientReducer(
-                group,
+                mesh.groups.replicas.get(kind),
                 shapes=self._shared_within(kind, self.shapes),
                 shards_state=zero > 0,
                 bucket_bytes=bucket_bytes,
                 device=device,
             )
-            for kind, group in _same_weights(mesh)
+            for kind in mesh.replica_ranks
         }
         self._shards_gradients, self._shards_weights = zero >= 2, zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
@@ -107,9 +107,14 @@ class ShardedState:
 
     def resident_part(self, name: str, weight: Tensor) -> Tensor:
         """Return the part of a weight to keep between uses: all, or a copy of its rows (ZeRO-3)."""
-        if not self._keeps_rows(name):
-            return weight
-        return weight[self._group(name).own_rows(name)].clone()
+        return self._own(name, weight, copy=True) if self._shards_weights else weight
+
+    def _own(self, name: str, tensor: Tensor, *, copy: bool) -> Tensor:
+        """Return the rows of a parameter that this rank updates: all, or a view or copy of some."""
+        rows = _rows(tensor, self._group(name).own_rows(name))
+        if rows.shape[0] == tensor.shape[0]:
+            return tensor
+        return rows.clone() if copy else rows
 
     def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
         """Return the engine's provider of weights; every rank must call this at the same point.
@@ -143,25 +148,21 @@ class ShardedState:
     @property
     def resident_shapes(self) -> dict[str, Shape]:
         """Shapes of the :meth:`resident_part` of each parameter, by global name."""
-        return {
-            name: self._owned_shape(name) if self._keeps_rows(name) else shape
-            for name, shape in self.shapes.items()
-        }
-
-    def _keeps_rows(self, name: str) -> bool:
-        """Return whether this rank keeps only its own rows of a parameter between uses."""
-        return self._shards_weights and self._group(name).shards_state
-
-    def _owned_shape(self, name: str) -> Shape:
-        rows = self._group(name).own_rows(name)
-        return (rows.stop - rows.start, *self.shapes[name][1:])
+        return self._shapes_between_uses(are_sharded=self._shards_weights)
 
     @property
     def gradient_shapes(self) -> dict[str, Shape]:
         """Shapes of the gradient sums that this rank keeps during a step, by global name."""
-        if not self._shards_gradients:
+        return self._shapes_between_uses(are_sharded=self._shards_gradients)
+
+    def _shapes_between_uses(self, *, are_sharded: bool) -> dict[str, Shape]:
+        if not are_sharded:
             return dict(self.shapes)
         return {name: self._owned_shape(name) for name in self.shapes}
+
+    def _owned_shape(self, name: str) -> Shape:
+        rows = self._group(name).own_rows(name)
+        return (rows.stop - rows.start, *self.shapes[name][1:])
 
     @property
     def owned_shapes(self) -> dict[str, Shape]:
@@ -179,7 +180,7 @@ class ShardedState:
             gradients: Gradient sums of :attr:`gradient_shapes`, by global name, or a mapping that
                 streams them to another tier stage by stage.
         """
-        groups = self._by_name(_same_weights(self._mesh)) if self._shards_gradients else {}
+        groups = self._by_name(self._mesh.groups.replicas.items()) if self._shards_gradients else {}
         if groups:
             return ShardedGradients(gradients, shapes=self.shapes, groups=groups)
         return ResidentGradients(
@@ -196,16 +197,8 @@ class ShardedState:
                 only the rows that this rank updates.
             copy: Whether to copy rows that are a part of a tensor, so that the tensor can be freed.
         """
-        found = {}
-        for name, tensor in tensors.items():
-            rows = _rows(tensor, self._group(name).own_rows(name))
-            if not rows.shape[0]:
-                continue
-            if rows.shape[0] == tensor.shape[0]:
-                found[name] = tensor
-            else:
-                found[name] = rows.clone() if copy else rows
-        return found
+        owned = {name: self._own(name, tensor, copy=copy) for name, tensor in tensors.items()}
+        return {name: rows for name, rows in owned.items() if rows.shape[0]}
 
     def _begin_reduction(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
         """Start to reduce the gradients of a stage, which are complete and whole on this rank.
@@ -285,7 +278,7 @@ class ShardedState:
     def _block(self, key: str, tensor: Tensor) -> StateBlock:
         name = _parameter(key)
         if name is None:
-            return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+            return whole(tensor)
         shape = self.shapes[name]
         assert prod(tensor.shape[1:]) == prod(shape[1:]), f"{key}: {tensor.shape} of {shape}"
         first, *rest = self.sharding.offsets(name)
@@ -303,16 +296,6 @@ def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
     if mesh.shape.key_copies is None:
         return WeightSharding(model)
     return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
-
-
-def _same_weights(mesh: Mesh) -> Iterator[tuple[ReplicaGroup, ProcessGroup | None]]:
-    """Yield each group of ranks that hold the same parameters, in fixed order."""
-    yield "stage", mesh.groups.stage
-    copies = mesh.shape.key_copies
-    if copies is not None:
-        yield "block", mesh.groups.block
-        if copies > 1:
-            yield "keys", mesh.groups.keys
 
 
 def _parameter(key: str) -> str | None:

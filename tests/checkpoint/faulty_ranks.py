@@ -39,13 +39,6 @@ def file_limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def raising(error):
-    def fail(*args, **kwargs):
-        raise error
-
-    return fail
-
-
 def is_no_directory(path):
     return ".partial-" not in path.name and os.path.isdir(path)
 
@@ -69,24 +62,26 @@ class Unportable(RuntimeError):
 FAULTS = {
     "file size": file_limit,
     "write": lambda: patch.object(
-        checkpoint_tensors._WatchedFile, "write", raising(OSError(errno.EIO, "I/O error"))
+        checkpoint_tensors._WatchedFile, "write", side_effect=OSError(errno.EIO, "I/O error")
     ),
     "read back": lambda: patch.object(
-        checkpoint_module, "sum_files", raising(OSError(errno.EIO, "I/O error"))
+        checkpoint_module, "sum_files", side_effect=OSError(errno.EIO, "I/O error")
     ),
     "publish": lambda: patch.object(
-        checkpoint_module, "publish", raising(OSError(errno.ENOSPC, "No space left on device"))
+        checkpoint_module, "publish", side_effect=OSError(errno.ENOSPC, "No space left on device")
     ),
     "space": lambda: patch.object(
         shutil, "disk_usage", lambda path: namedtuple("usage", "total used free")(9, 7, 2)
     ),
     "not shared": lambda: patch.object(Path, "is_dir", is_no_directory),
     "not seen": lambda: patch.object(checkpoint_module, "sum_files", sum_and_lose),
-    "interrupt": lambda: patch.object(checkpoint_module, "sum_files", raising(KeyboardInterrupt())),
-    "unportable write": lambda: patch.object(
-        checkpoint_tensors._WatchedFile, "write", raising(Unportable())
+    "interrupt": lambda: patch.object(
+        checkpoint_module, "sum_files", side_effect=KeyboardInterrupt()
     ),
-    "unportable": lambda: patch.object(checkpoint_module, "sum_files", raising(Unportable())),
+    "unportable write": lambda: patch.object(
+        checkpoint_tensors._WatchedFile, "write", side_effect=Unportable()
+    ),
+    "unportable": lambda: patch.object(checkpoint_module, "sum_files", side_effect=Unportable()),
 }
 
 
@@ -158,8 +153,9 @@ def load_wrong(group, directory, fault):
         elif fault == "shape":
             state["model.layers.1.norm.weight"] = StateBlock(torch.full((1,), -1.0), (3,), (4,))
         else:
-            unseen = raising(FileNotFoundError())
-            hidden = patch.object(checkpoint_manifest, "_read_manifest", unseen)
+            hidden = patch.object(
+                checkpoint_manifest, "_read_manifest", side_effect=FileNotFoundError()
+            )
     with hidden:
         try:
             manager.load_into(found, state)
@@ -172,20 +168,15 @@ def load_wrong(group, directory, fault):
 def save_bad_layout(group, directory, fault):
     """Blocks that are no tiling; what was raised."""
     rank = dist.get_rank(group)
-    rows = 2
-    shape = (6, 2)
-    dtype = torch.float32
-    offset = 2 * rank
-    if fault == "gap":
-        offset = 4 if rank == 1 else offset  # as rank 2: rows 2 and 3 are nowhere
-    elif fault == "overlap":
-        offset, rows = (1, 2) if rank == 1 else (offset, rows)
-    elif fault == "shape":
-        shape = (7, 2) if rank == 1 else shape
-    elif fault == "size":
-        offset, rows = (0, 3) if rank == 1 else (offset, rows)
-    else:
-        dtype = torch.bfloat16 if rank == 1 else dtype
+    offset, rows, shape, dtype = 2 * rank, 2, (6, 2), torch.float32
+    if rank == 1:
+        offset, rows, shape, dtype = {
+            "gap": (4, rows, shape, dtype),  # as rank 2: rows 2 and 3 are nowhere
+            "overlap": (1, rows, shape, dtype),
+            "shape": (offset, rows, (7, 2), dtype),
+            "size": (0, 3, shape, dtype),
+            "dtype": (offset, rows, shape, torch.bfloat16),
+        }[fault]
     block = StateBlock(torch.zeros(rows, 2, dtype=dtype), (offset, 0), shape)
     try:
         manager_of(group, directory).save({"model.w": block}, step=1, metadata={})

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from sppo.engine import engine, stage
-from sppo.engine.attention import prefix_attention, unit_kv
+from sppo.engine import engine, model_ends
+from sppo.engine.attention import kv_store, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.offload.block_store import BlockStore
@@ -49,7 +49,7 @@ def lent_operands() -> Iterator[None]:
 
     with (
         patch.object(DeferredGradients, "linear", linear),
-        patch.object(unit_kv, "copy_by_token", by_token),
+        patch.object(kv_store, "copy_by_token", by_token),
     ):
         yield
 
@@ -61,8 +61,8 @@ def lent_saved_tensors() -> Any:
 
 
 def message_not_awaited() -> Any:
-    """A received tensor is used before it is here."""
-    return patch.object(pipeline_p2p.RecvHandle, "wait", lambda self: self.tensor)
+    """A received tensor is used before it is here, and nobody waits for what is sent."""
+    return patch.object(pipeline_p2p.MessageInFlight, "wait", lambda self: self.tensor)
 
 
 @contextmanager
@@ -236,12 +236,12 @@ def window_one_short() -> Iterator[None]:
 @contextmanager
 def smoothing_forgotten() -> Iterator[None]:
     """The gradient of the loss leaves label smoothing out."""
-    gradient = stage.linear_cross_entropy_with_gradient
+    gradient = model_ends.linear_cross_entropy_with_gradient
 
     def plain(*arguments: Any, terms: Any, **options: Any) -> Any:
         return gradient(*arguments, terms=replace(terms, label_smoothing=0.0), **options)
 
-    with patch.object(stage, "linear_cross_entropy_with_gradient", plain):
+    with patch.object(model_ends, "linear_cross_entropy_with_gradient", plain):
         yield
 
 

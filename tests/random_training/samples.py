@@ -132,7 +132,7 @@ def _with_mixed_levels(candidate: Candidate, *, offloads: bool) -> EvaluatedCand
     if offloads and candidate.workload.sequence_parallel == "ulysses":
         levels += [Level(*shares) for shares in ((0.5, 0.5), (0.5, 1.0), (0.0, 0.3), (0.7, 0.0))]
     with mock.patch("sppo.planning.elastic.levels.ROW_ALIGNMENT", 1):
-        choice = _level_choice(candidate, levels=levels, counts_shares=False)
+        choice = _level_choice(candidate, levels=levels)
     shape = candidate.num_stages, len(candidate.lengths)
     return choice.evaluated(np.random.default_rng(0).integers(0, len(levels), shape))
 

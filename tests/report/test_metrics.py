@@ -5,6 +5,7 @@ import json
 import math
 import resource
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
 
@@ -167,10 +168,7 @@ def test_keys_of_later_versions_are_ignored(tmp_path):
 
 def test_a_disk_too_full_for_tensorboard(tmp_path, monkeypatch, caplog):
     pytest.importorskip("tensorboard")
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    fail = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     sink = TensorBoardSink(tmp_path, resume_step=0)
     monkeypatch.setattr(sink._writer, "add_scalar", fail)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -263,6 +261,5 @@ def test_step_lines_fit_a_terminal(changes, width):
     line = step_line(
         metrics, total_steps=50_000, memory_capacity_bytes=23 * 2**30, eta_s=12_360, width=width
     )
-    assert width - 30 < len(line) <= width
-    for field in ("step 12345 | loss ", " | norm ", " | lr 3.0e-4 | "):
-        assert field in line
+    assert width - 40 < len(line) <= width
+    assert "step 12345/50000 | loss " in line

@@ -15,15 +15,26 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.engine.providers.streamed_tensors import StreamedTensors
 
 WeightPart = int | Literal["embedding", "head"]
 """Weights taken together: an int is the layer of that index in the model, "embedding" the embedding
 and learned positions, "head" the final norm and the projection to the vocabulary."""
 
 
-class WeightProvider(Protocol):
+class PartProvider(Protocol):
+    """Provider of the weights of one part after another."""
+
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
+        """Return the weights of ``part``, by name within the layer, or else by global name."""
+        ...
+
+    def release(self, part: WeightPart) -> None:
+        """Release the weights of ``part`` that :meth:`take` returned."""
+        ...
+
+
+class WeightProvider(PartProvider, Protocol):
     """Provider of the weights of a rank's stages, in the compute dtype.
 
     A step calls :meth:`begin` first, then :meth:`take` and :meth:`release` for every visit in the
@@ -49,21 +60,13 @@ class WeightProvider(Protocol):
         """
         ...
 
-    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Return the weights of ``part``, by name within the layer, or else by global name."""
-        ...
-
-    def release(self, part: WeightPart) -> None:
-        """Release the weights of ``part`` that :meth:`take` returned."""
-        ...
-
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary weights on the device since the last call."""
         ...
 
 
 @contextmanager
-def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
+def visit(weights: PartProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
     """Take the weights of ``part`` for the duration of the context."""
     try:
         yield weights.take(part)
@@ -99,7 +102,7 @@ class ResidentWeights:
 
 def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype of ``tensors`` and the device on which compute uses them."""
-    if isinstance(tensors, StreamedWeights | StreamedGradients):
+    if isinstance(tensors, StreamedTensors):
         return tensors.dtype, tensors.device
     first = next(iter(tensors.values()))
     return first.dtype, first.device
@@ -107,7 +110,7 @@ def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]
 
 def streamed_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the peak bytes of streamed ``tensors`` on the device since the last call, else 0."""
-    if isinstance(tensors, StreamedWeights | StreamedGradients):
+    if isinstance(tensors, StreamedTensors):
         return tensors.take_peak_bytes()
     return 0
 
