@@ -30,7 +30,6 @@ from sppo.engine.step_programs import PlannedStep, StepPrograms
 from sppo.engine.step_units import StepUnits
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
-from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
@@ -121,7 +120,6 @@ class Engine:
         pipeline: The stages of this rank and its links to other pipeline ranks.
         exchange: Communication with the ranks that hold the other tokens of every subsequence; a
             :class:`MegatronSequenceParallel` if they hold other shards of the weights, too.
-        attention_backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         stopwatch: Clock of the actions; None uses the host's clock.
         debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
@@ -148,7 +146,6 @@ class Engine:
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
-        attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
@@ -188,7 +185,6 @@ class Engine:
             streams_gradients=streamed_gradients is not None,
         )
         self._input_every, self._exchange = input_every, exchange
-        self._attention_backend: Backend = attention_backend
         self._loss_terms, self._debug = loss_terms, debug
         self._start_anew()
 
@@ -214,14 +210,7 @@ class Engine:
             loss_terms=self._loss_terms,
         )
         whole = WholeUnits(weights, self._gradients, self._kv, self._ends)
-        stage = partial(
-            Stage,
-            self._model,
-            store=self._store,
-            kv=self._kv,
-            exchange=exchange,
-            attention_backend=self._attention_backend,
-        )
+        stage = partial(Stage, self._model, store=self._store, kv=self._kv, exchange=exchange)
         self._stages = {
             index: stage(layers=layers, providers=whole, input_every=self._input_every)
             for index, layers in pipeline.layers(model.num_layers).items()
@@ -238,7 +227,6 @@ class Engine:
                 gradients=self._gradients,
                 store=self._kv,
                 ends=self._ends,
-                members=pipeline.msp_links.members,
             )
             self._shard_stages[index] = stage(layers=layers, providers=self._shards[index])
 

@@ -19,20 +19,18 @@ from sppo.activations.activation_layout import ActivationKey, ActivationLayout, 
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.engine.attention.kv_store import KVStore
+from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.attention.prefix_attention import PrefixAttention
-from sppo.engine.attention.unit_kv import StoredKV
 from sppo.engine.providers.weights import WeightPart, visit
 from sppo.engine.saved_tensors import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import TokenSpan, Unit
-from sppo.kernels.attention.interface import Backend
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink
 from sppo.model.layer import Layer, Saved
 from sppo.model.rope import rotary_table
 from sppo.offload.block_store import BlockStore
-from sppo.offload.tensor_stack import stacked_bytes
+from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind, UnitKey
@@ -52,7 +50,6 @@ class Stage:
             are saved; the other inputs are recomputed, see :meth:`_recompute_input`.
         exchange: Communication with the ranks over which every unit's tokens are sharded; None if
             they are not. A :class:`MegatronSequenceParallel` if weights are sharded, too.
-        attention_backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class Stage:
         kv: KVStore,
         input_every: int = 1,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
-        attention_backend: Backend = "auto",
     ) -> None:
         self._tensor = exchange if isinstance(exchange, MegatronSequenceParallel) else None
         self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
@@ -74,7 +70,6 @@ class Stage:
         self.store = store
         """Store of saved tensors, shared by all stages of the rank."""
         self._kv = kv
-        self._backend: Backend = attention_backend
         self._blocks = BlockLayout(
             tensor_bytes_per_token(self.model, element_bytes=kv.dtype.itemsize),
             layers=self._layers,
@@ -379,7 +374,6 @@ class Stage:
             self._heads,
             window=self.model.window_of(index),
             document_starts=unit.span.document_starts,
-            backend=self._backend,
             offload=offload,
         )
 

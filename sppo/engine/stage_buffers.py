@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sppo.parallel.pipeline_p2p import PipelineLinks, RecvHandle
+from sppo.parallel.pipeline_p2p import MessageInFlight, PipelineLinks
 from sppo.schedule.actions import Action, ActionKind, UnitKey, Wire
 from sppo.schedule.msp_groups import Route
 from sppo.schedule.schedule import Schedule
@@ -47,7 +47,7 @@ class StageBuffers:
     ) -> None:
         self._schedule, self._rank, self._p2p, self._local = schedule, rank, p2p, local
         self._here: dict[_InputKey, dict[int, Tensor]] = {}
-        self._expected: dict[_InputKey, dict[int, RecvHandle]] = {}
+        self._expected: dict[_InputKey, dict[int, MessageInFlight]] = {}
         self._outgoing: dict[tuple[_InputKey, int], Tensor] = {}
 
     def put(self, wire: Wire, action: Action, tensor: Tensor, *, first: int = 0) -> None:

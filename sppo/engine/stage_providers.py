@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from sppo.engine.attention.kv_store import KVStore
-from sppo.engine.attention.unit_kv import StoredKV, UnitKV
+from sppo.engine.attention.kv_store import KVStore, StoredKV
+from sppo.engine.attention.prefix_attention import UnitKV
 from sppo.engine.model_ends import Ends
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import PartProvider

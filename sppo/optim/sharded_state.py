@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
-from sppo.checkpoint.state_block import StateBlock
+from sppo.checkpoint.state_block import StateBlock, whole
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
@@ -107,9 +107,14 @@ class ShardedState:
 
     def resident_part(self, name: str, weight: Tensor) -> Tensor:
         """Return the part of a weight to keep between uses: all, or a copy of its rows (ZeRO-3)."""
-        if not self._keeps_rows(name):
-            return weight
-        return weight[self._group(name).own_rows(name)].clone()
+        return self._own(name, weight, copy=True) if self._shards_weights else weight
+
+    def _own(self, name: str, tensor: Tensor, *, copy: bool) -> Tensor:
+        """Return the rows of a parameter that this rank updates: all, or a view or copy of some."""
+        rows = _rows(tensor, self._group(name).own_rows(name))
+        if rows.shape[0] == tensor.shape[0]:
+            return tensor
+        return rows.clone() if copy else rows
 
     def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
         """Return the engine's provider of weights; every rank must call this at the same point.
@@ -143,25 +148,21 @@ class ShardedState:
     @property
     def resident_shapes(self) -> dict[str, Shape]:
         """Shapes of the :meth:`resident_part` of each parameter, by global name."""
-        return {
-            name: self._owned_shape(name) if self._keeps_rows(name) else shape
-            for name, shape in self.shapes.items()
-        }
-
-    def _keeps_rows(self, name: str) -> bool:
-        """Return whether this rank keeps only its own rows of a parameter between uses."""
-        return self._shards_weights and self._group(name).shards_state
-
-    def _owned_shape(self, name: str) -> Shape:
-        rows = self._group(name).own_rows(name)
-        return (rows.stop - rows.start, *self.shapes[name][1:])
+        return self._shapes_between_uses(are_sharded=self._shards_weights)
 
     @property
     def gradient_shapes(self) -> dict[str, Shape]:
         """Shapes of the gradient sums that this rank keeps during a step, by global name."""
-        if not self._shards_gradients:
+        return self._shapes_between_uses(are_sharded=self._shards_gradients)
+
+    def _shapes_between_uses(self, *, are_sharded: bool) -> dict[str, Shape]:
+        if not are_sharded:
             return dict(self.shapes)
         return {name: self._owned_shape(name) for name in self.shapes}
+
+    def _owned_shape(self, name: str) -> Shape:
+        rows = self._group(name).own_rows(name)
+        return (rows.stop - rows.start, *self.shapes[name][1:])
 
     @property
     def owned_shapes(self) -> dict[str, Shape]:
@@ -196,16 +197,8 @@ class ShardedState:
                 only the rows that this rank updates.
             copy: Whether to copy rows that are a part of a tensor, so that the tensor can be freed.
         """
-        found = {}
-        for name, tensor in tensors.items():
-            rows = _rows(tensor, self._group(name).own_rows(name))
-            if not rows.shape[0]:
-                continue
-            if rows.shape[0] == tensor.shape[0]:
-                found[name] = tensor
-            else:
-                found[name] = rows.clone() if copy else rows
-        return found
+        owned = {name: self._own(name, tensor, copy=copy) for name, tensor in tensors.items()}
+        return {name: rows for name, rows in owned.items() if rows.shape[0]}
 
     def _begin_reduction(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
         """Start to reduce the gradients of a stage, which are complete and whole on this rank.
@@ -285,7 +278,7 @@ class ShardedState:
     def _block(self, key: str, tensor: Tensor) -> StateBlock:
         name = _parameter(key)
         if name is None:
-            return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+            return whole(tensor)
         shape = self.shapes[name]
         assert prod(tensor.shape[1:]) == prod(shape[1:]), f"{key}: {tensor.shape} of {shape}"
         first, *rest = self.sharding.offsets(name)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sppo.cost.communicators import OVERLAP_MAX_CTAS
+from sppo.cost.communicators import OVERLAP_MAX_CTAS, CommunicatorUse
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh_shape import MeshShape
 
@@ -76,28 +76,18 @@ class Mesh:
             world = self._group(range(shape.num_ranks), "world", backend="gloo")
             self.groups = Groups(world=world)
 
-    def connect(
-        self,
-        *,
-        timeout_s: float | None = None,
-        wraps: bool = False,
-        cuts_units: bool = False,
-        ties_ends: bool = False,
-    ) -> Mesh:
+    def connect(self, use: CommunicatorUse, *, timeout_s: float | None = None) -> Mesh:
         """Make the groups that carry tensors, and return this mesh; every rank must call it once.
 
         Args:
+            use: Features of the run that need communicators.
             timeout_s: Timeout in seconds of the new groups and of groups made later; None keeps
                 that of the constructor. NCCL counts it from the time at which work is issued.
-            wraps: Whether ranks hold several stages, so that the last rank of a pipeline sends to
-                the first.
-            cuts_units: Whether pipeline ranks that are not neighbours exchange MSP shards.
-            ties_ends: Whether the first and the last rank of a pipeline share a parameter.
         """
         if timeout_s is not None:
             self._timeout = timedelta(seconds=timeout_s)
         if self.is_distributed:
-            self.groups = self._make_groups(wraps=wraps, cuts_units=cuts_units, ties_ends=ties_ends)
+            self.groups = self._make_groups(use)
         return self
 
     @property
@@ -167,7 +157,7 @@ class Mesh:
             return None
         return self._group(self.replica_ranks[kind], f"gathers of {kind}", is_limited=True)
 
-    def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
+    def _make_groups(self, use: CommunicatorUse) -> Groups:
         """Make the same number of groups on every rank, in the same order.
 
         Only members take part in making a group, so even with a thousand ranks each makes only a
@@ -184,9 +174,9 @@ class Mesh:
                 kind: self._group(ranks, kind, is_limited=kind == "keys")
                 for kind, ranks in self.replica_ranks.items()
             },
-            ends=self._group(sorted({*ends}), "ends", is_limited=True) if ties_ends else None,
-            pipeline=self._group(pipeline, "pipeline", is_limited=True) if cuts_units else None,
-            edges=self._make_edges(wraps=wraps),
+            ends=self._group(sorted({*ends}), "ends", is_limited=True) if use.ties_ends else None,
+            pipeline=self._group(pipeline, "pipeline", is_limited=True) if use.cuts_units else None,
+            edges=self._make_edges(wraps=use.wraps),
         )
 
     def make_range_groups(

@@ -197,13 +197,8 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
     if problem is not None:
         raise ValueError(problem)
     if kind == "cuda":
-        use = CommunicatorUse(
-            ranges=msp_ranges(plan.program().msp_groups) if plan.uses_msp else [],
-            cuts_units=plan.uses_msp,
-            wraps=plan.virtual_stages > 1,
-            ties_ends=run.model.tie_embeddings,
-            gathers_weights=plan.zero == 3,
-        )
+        ranges = msp_ranges(plan.program().msp_groups) if plan.uses_msp else []
+        use = CommunicatorUse.of(plan.candidate(), ranges=ranges)
         num_lanes = may_offload(run, plan) + plan.state.leaves_device
         check_streams(mesh_shape(run), use, num_lanes=num_lanes)
 

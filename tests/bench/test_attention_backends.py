@@ -14,7 +14,6 @@ from sppo.bench.attention_backends import (
     BackendRate,
 )
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
-from sppo.bench.operands import Operands
 from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cli.bench_tables import attention_screen
 from sppo.cli.printing import print_screen
@@ -25,11 +24,6 @@ from tests.bench.test_timing import Watcher, bench_of
 ONCE = Rounds(count=1, window_s=0.0)
 SMALL = AttentionGrid(queries=(8, 16), heads=Heads(4, 2), head_sizes=(16,), prefixes=(1, 3))
 SPAN = AttentionShape("bf16", 4096, 32768, Heads(32, 8), 128)
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return Operands("cpu")
 
 
 def rates_of(shape, **seconds):

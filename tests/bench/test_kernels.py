@@ -9,7 +9,7 @@ import torch
 from sppo.bench import attention, elementwise, gemm
 from sppo.bench.attention_grid import attention_grid
 from sppo.bench.kernel_calls import MAKERS
-from sppo.bench.operands import DTYPES, Operands
+from sppo.bench.operands import DTYPES
 from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cost.elementwise import PASSES, Work, bytes_per_element, work_seconds
 from sppo.hardware.presets import PRESETS
@@ -17,11 +17,6 @@ from tests.bench.test_timing import Watcher, bench_of
 
 CPU = PRESETS["laptop-cpu"].device
 ONCE = Rounds(count=1, window_s=0.0)
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return Operands("cpu")
 
 
 def timing(seconds):

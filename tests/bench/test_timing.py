@@ -3,7 +3,6 @@
 import pytest
 
 from sppo.bench import timing
-from sppo.bench.operands import Operands
 from sppo.bench.timing import KernelBench, Rounds, Timing
 
 
@@ -43,11 +42,6 @@ class Watcher:
 
     def advance(self):
         self.advanced += 1
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return Operands("cpu")
 
 
 def bench_of(operands, rounds, watcher=None, *, dtypes=("fp32",)):

@@ -39,13 +39,6 @@ def file_limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def raising(error):
-    def fail(*args, **kwargs):
-        raise error
-
-    return fail
-
-
 def is_no_directory(path):
     return ".partial-" not in path.name and os.path.isdir(path)
 
@@ -69,24 +62,26 @@ class Unportable(RuntimeError):
 FAULTS = {
     "file size": file_limit,
     "write": lambda: patch.object(
-        checkpoint_tensors._WatchedFile, "write", raising(OSError(errno.EIO, "I/O error"))
+        checkpoint_tensors._WatchedFile, "write", side_effect=OSError(errno.EIO, "I/O error")
     ),
     "read back": lambda: patch.object(
-        checkpoint_module, "sum_files", raising(OSError(errno.EIO, "I/O error"))
+        checkpoint_module, "sum_files", side_effect=OSError(errno.EIO, "I/O error")
     ),
     "publish": lambda: patch.object(
-        checkpoint_module, "publish", raising(OSError(errno.ENOSPC, "No space left on device"))
+        checkpoint_module, "publish", side_effect=OSError(errno.ENOSPC, "No space left on device")
     ),
     "space": lambda: patch.object(
         shutil, "disk_usage", lambda path: namedtuple("usage", "total used free")(9, 7, 2)
     ),
     "not shared": lambda: patch.object(Path, "is_dir", is_no_directory),
     "not seen": lambda: patch.object(checkpoint_module, "sum_files", sum_and_lose),
-    "interrupt": lambda: patch.object(checkpoint_module, "sum_files", raising(KeyboardInterrupt())),
-    "unportable write": lambda: patch.object(
-        checkpoint_tensors._WatchedFile, "write", raising(Unportable())
+    "interrupt": lambda: patch.object(
+        checkpoint_module, "sum_files", side_effect=KeyboardInterrupt()
     ),
-    "unportable": lambda: patch.object(checkpoint_module, "sum_files", raising(Unportable())),
+    "unportable write": lambda: patch.object(
+        checkpoint_tensors._WatchedFile, "write", side_effect=Unportable()
+    ),
+    "unportable": lambda: patch.object(checkpoint_module, "sum_files", side_effect=Unportable()),
 }
 
 
@@ -158,8 +153,9 @@ def load_wrong(group, directory, fault):
         elif fault == "shape":
             state["model.layers.1.norm.weight"] = StateBlock(torch.full((1,), -1.0), (3,), (4,))
         else:
-            unseen = raising(FileNotFoundError())
-            hidden = patch.object(checkpoint_manifest, "_read_manifest", unseen)
+            hidden = patch.object(
+                checkpoint_manifest, "_read_manifest", side_effect=FileNotFoundError()
+            )
     with hidden:
         try:
             manager.load_into(found, state)

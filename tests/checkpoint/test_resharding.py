@@ -17,6 +17,7 @@ from sppo.cli.convert import app
 from sppo.output_file import write_json
 from tests.checkpoint import faulty_ranks as faulty
 from tests.checkpoint import resharding_ranks as work
+from tests.checkpoint.damage import flip_a_bit
 from tests.tiers import each_once, exhaustive
 
 LAYOUTS = ["whole", "rows", "grid", *(f"random {i}" for i in range(4))]
@@ -53,12 +54,6 @@ def saved(ranks, tmp_path_factory):
 
 def _step(directory, step):
     return directory / "checkpoints" / f"step_{step:06d}"
-
-
-def _flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
 
 
 # Layouts ----------------------------------------------------------------------------------------
@@ -238,11 +233,11 @@ def test_a_rank_killed_in_a_save_loses_only_that_save(ranks, tmp_path, on):
 def test_a_damaged_file_is_reported_alike_by_all(ranks, tmp_path):
     assert ranks(faulty.find, str(tmp_path), size=3) == [{"found": None}] * 3
     ranks(work.save, str(tmp_path), "rows", 1, 2, size=4)
-    _flip_a_bit(_step(tmp_path, 2) / "__2_0.distcp")
+    flip_a_bit(_step(tmp_path, 2) / "__2_0.distcp")
     answers = ranks(faulty.find, str(tmp_path), size=3)
     path = str(_step(tmp_path, 1))
     assert answers == [{"found": [path, 1, {"by": "rows", "step": 1}]}] * 3
-    _flip_a_bit(_step(tmp_path, 1) / "__3_0.distcp")
+    flip_a_bit(_step(tmp_path, 1) / "__3_0.distcp")
     answers = ranks(faulty.find, str(tmp_path), size=3)
     (message,) = {answer["error"] for answer in answers}
     assert "step_000001: __3_0.distcp: bytes" in message

@@ -22,6 +22,7 @@ from sppo.data.tokens import (
     open_tokens,
     verify_tokens,
 )
+from tests.checkpoint.damage import flip_a_bit
 from tests.conftest import write_tokens
 from tests.data.streams import sequences_of, stream_of
 from tests.make import make_run
@@ -70,12 +71,6 @@ def test_missing_directory(tmp_path):
         open_tokens(tmp_path / "nowhere")
 
 
-def _flip(path):
-    content = bytearray(path.read_bytes())
-    content[2] ^= 1
-    path.write_bytes(content)
-
-
 def _append(path):
     path.write_bytes(path.read_bytes() + bytes(16))
 
@@ -91,7 +86,7 @@ def _cut(path):
         (DOCUMENTS_FILE, Path.unlink, "documents.npy missing"),
         (META_FILE, Path.unlink, "meta.json missing"),
         (TOKENS_FILE, _cut, r"2 bytes, but meta.json says 3 tokens of uint16 = 6"),
-        (TOKENS_FILE, _flip, r"tokens.bin: sha256 .* has changed since"),
+        (TOKENS_FILE, flip_a_bit, r"tokens.bin: sha256 .* has changed since"),
         (DOCUMENTS_FILE, _append, r"documents.npy: damaged: 16 bytes follow the array"),
         (
             DOCUMENTS_FILE,
@@ -121,14 +116,10 @@ def test_damaged_files(tmp_path, name, damage, message):
         ({"format_version": 2}, r"format_version 2, but this program reads 1"),
         ({"dtype": "int8"}, r"dtype 'int8': .* 'uint16' or 'uint32'"),
         ({"num_tokens": -1}, r"num_tokens -1: .* greater than or equal to 0"),
-        ({"num_tokens": True}, r"num_tokens True: .* valid integer"),
         ({"extra": 1}, r"extra 1: Unexpected"),
         ({"tokenizer": {"kind": 3}}, r"meta.json: tokenizer.name .*: .*required"),
         ({"num_tokens": 10**30}, r"num_tokens 10+: .* less than or equal to"),
-        ({"tokens_sha256": 3}, r"tokens_sha256 3: .* valid string"),
-        ({"tokenizer": None}, r"tokenizer None: "),
         ({"loss_mask_sha256": None}, "is one of other data"),
-        ({"loss_mask_sha256": 5}, "loss_mask_sha256 5: .* valid string"),
     ],
 )
 def test_faulty_meta(tmp_path, changes, message):

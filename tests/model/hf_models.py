@@ -14,6 +14,15 @@ from sppo.config.model import ModelConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Keys of a ``rope_scaling``."""
+
 _ROTARY = {
     "vocab_size": 61,
     "hidden_size": 24,
@@ -53,12 +62,7 @@ _SIZES = {
 def tiny_hf_model(family, *, seed=0, **options):
     """A random model in float32 and evaluation mode, and our description of it.
 
-    Args:
-        family: one of ``FAMILIES``.
-        seed: of the weights.
-        options: keys of the family's config.json that replace the tiny defaults, for example
-            ``tie_word_embeddings=True`` or ``num_key_value_heads=1``. Sizes may be given in the
-            spelling of the other families for gpt2 too.
+    Options are keys of the family's config.json; sizes of gpt2 may be spelt as the others' are.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoConfig, AutoModelForCausalLM

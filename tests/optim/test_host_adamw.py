@@ -1,7 +1,5 @@
 """The optimizer in host memory against the one on the device: the same weights, the same state."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,14 +60,15 @@ def groups(monkeypatch):
     nccl = SimpleNamespace(Options=Options)
     monkeypatch.setattr(mesh_module.dist, "ProcessGroupNCCL", nccl, raising=False)
 
-    def make(shape, *, device=None, ranges=(), gathers=False, **options):
+    def make(shape, *, device=None, timeout_s=None, **uses):
+        use = CommunicatorUse(**uses)
         meshes = []
         for rank in range(shape.num_ranks):
             here[:] = [rank]
             mesh = Mesh(shape, rank=rank, timeout_s=1.0, device=device)
-            meshes.append(mesh.connect(**options))
-            mesh.make_range_groups(ranges)
-            for kind in mesh.replica_ranks if gathers else []:
+            meshes.append(mesh.connect(use, timeout_s=timeout_s))
+            mesh.make_range_groups(use.ranges)
+            for kind in mesh.replica_ranks if use.gathers_weights else []:
                 mesh.gather_group(kind)
         return meshes, asked
 
@@ -150,7 +152,7 @@ def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors
         cuts_units=True,
         ties_ends=True,
         ranges=[(0, 2)],
-        gathers=True,
+        gathers_weights=True,
     )
     chosen = {}
     for rank, of in asked.items():
@@ -191,15 +193,7 @@ USES = {
 def test_a_communicator_has_a_stream(groups, case):
     """The budget counts what the mesh makes, and so does the memory that plans leave for it."""
     shape, use = USES[case]
-    groups(
-        shape,
-        device=GPU,
-        wraps=use.wraps,
-        cuts_units=use.cuts_units,
-        ties_ends=use.ties_ends,
-        ranges=use.ranges,
-        gathers=use.gathers_weights,
-    )
+    groups(shape, device=GPU, **asdict(use))
     for rank in range(shape.num_ranks):
         high = sum(options is not None for options in overlap_options[rank])
         made = CommunicatorCount(len(overlap_options[rank]) - high, high)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from sppo.engine import engine, model_ends
-from sppo.engine.attention import prefix_attention, unit_kv
+from sppo.engine.attention import kv_store, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.offload.block_store import BlockStore
@@ -49,7 +49,7 @@ def lent_operands() -> Iterator[None]:
 
     with (
         patch.object(DeferredGradients, "linear", linear),
-        patch.object(unit_kv, "copy_by_token", by_token),
+        patch.object(kv_store, "copy_by_token", by_token),
     ):
         yield
 
@@ -61,8 +61,8 @@ def lent_saved_tensors() -> Any:
 
 
 def message_not_awaited() -> Any:
-    """A received tensor is used before it is here."""
-    return patch.object(pipeline_p2p.RecvHandle, "wait", lambda self: self.tensor)
+    """A received tensor is used before it is here, and nobody waits for what is sent."""
+    return patch.object(pipeline_p2p.MessageInFlight, "wait", lambda self: self.tensor)
 
 
 @contextmanager
@@ -253,6 +253,17 @@ def _lends_gradients(case: Case) -> bool:
     )
 
 
+def _lends_saved_tensors(case: Case) -> bool:
+    """Whether deferred weight gradients have operands in the slots of a store that returns them."""
+    return any(
+        "zb_h1" in leg.schedule
+        and leg.pp > 1
+        and leg.ratio == 1.0
+        and (leg.last_too or len(leg.cuts) > 2)
+        for leg in case.legs
+    )
+
+
 def _reduces(case: Case, *, after_each_use: bool) -> bool:
     """Whether ranks add gradients up, after each use (ZeRO-2 and 3) or once per step."""
     return any((leg.zero >= 2) == after_each_use and leg.dp * leg.sp > 1 for leg in case.legs)
@@ -262,7 +273,7 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
     function.__name__: (function, may_show)
     for function, may_show in (
         (lent_operands, _lends_gradients),
-        (lent_saved_tensors, lambda case: any("zb_h1" in leg.schedule for leg in case.legs)),
+        (lent_saved_tensors, _lends_saved_tensors),
         (message_not_awaited, lambda case: any(leg.pp > 1 for leg in case.legs)),
         (sent_memory_reused, lambda case: any(leg.pp > 1 for leg in case.legs)),
         (buckets_not_awaited, lambda case: _reduces(case, after_each_use=False)),

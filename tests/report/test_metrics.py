@@ -5,6 +5,7 @@ import json
 import math
 import resource
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
 
@@ -167,10 +168,7 @@ def test_keys_of_later_versions_are_ignored(tmp_path):
 
 def test_a_disk_too_full_for_tensorboard(tmp_path, monkeypatch, caplog):
     pytest.importorskip("tensorboard")
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    fail = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     sink = TensorBoardSink(tmp_path, resume_step=0)
     monkeypatch.setattr(sink._writer, "add_scalar", fail)
     with pytest.raises(OSError, match="No space left") as caught:

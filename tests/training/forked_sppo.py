@@ -43,15 +43,7 @@ class ForkedSppo:
         )
 
     def __call__(self, *argv, cwd, step=None, action=0, signals=()):
-        """``sppo argv`` in ``cwd``.
-
-        Args:
-            argv: words after ``sppo``.
-            cwd: working directory.
-            step: counted from 1; in it the process sends itself ``signals``.
-            action: before which forward or backward pass of that step.
-            signals: one after another.
-        """
+        """``sppo argv`` in ``cwd``; sends itself ``signals`` before pass ``action`` of ``step``."""
         request = {
             "argv": [str(word) for word in argv],
             "cwd": str(cwd),

@@ -142,20 +142,13 @@ def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, changed):
     assert summary(work / "out")["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize(
-    ("extra", "last"),
-    [
-        pytest.param(["train.nonfinite=stop"], 5, marks=pytest.mark.exhaustive),
-        pytest.param(["train.max_nonfinite_steps=0"], 5, marks=pytest.mark.exhaustive),
-        (["train.max_nonfinite_steps=2"], 7),
-    ],
-)
-def test_too_many_end_the_run(work, bad_steps, extra, last):
+def test_too_many_end_the_run(work, bad_steps):
     bad_steps.update(range(5, 100))
-    result = call("train", "run.yaml", "train.steps=20", "checkpoint.every=1", *extra)
+    words = ("train.steps=20", "checkpoint.every=1", "train.max_nonfinite_steps=2")
+    result = call("train", "run.yaml", *words)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
-    assert result.stderr.startswith(f"error: step {last}: loss 3.")
+    assert result.stderr.startswith("error: step 7: loss 3.")
     assert len(result.stderr.splitlines()) == 1
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
     assert names == ["step_000002", "step_000003", "step_000004"]  # from before, all of them

@@ -31,7 +31,9 @@ class SharedEnds:
     def embed(self, unit: Unit) -> Tensor:
         """Return this shard of the first stage's input, computed and scattered by the owner."""
         shard = as_shard(unit)
-        return self._scattered(unit, self.own.embed(shard.whole) if shard.is_owner else None)
+        return self._scattered(
+            unit, self.own.embed(shard.whole) if shard.exchange.is_owner else None
+        )
 
     def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
         """Gather the gradient of the first stage's input; the owner adds embedding gradients."""
@@ -50,7 +52,7 @@ class SharedEnds:
     def take_loss_gradient(self, unit: Unit) -> Tensor:
         """Return this shard of the gradient that the last stage's owner computed in forward."""
         shard = as_shard(unit)
-        whole_CE = self.own.take_loss_gradient(shard.whole) if shard.is_owner else None
+        whole_CE = self.own.take_loss_gradient(shard.whole) if shard.exchange.is_owner else None
         return self._scattered(unit, whole_CE)
 
     def _scattered(self, unit: Unit, whole_CE: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.parallel.job.peer_errors import peer_errors
-from sppo.parallel.msp_exchange import MspExchange, TokenMembers
+from sppo.parallel.msp_exchange import MspExchange
 
 MOST_UNDER_WAY = 2
 """Most parameters whose gradients are in flight to the owner at once."""
@@ -29,7 +29,6 @@ class SharedGradients:
     Args:
         exchange: Communication with the ranks of the other shards.
         totals: The owner's fp32 sums of the layer by local name; None on a borrower.
-        members: Ranks over which this rank's tokens are sharded.
         shapes: Shapes of the layer's parameters by local name.
         dtype: Type of the weights.
         device: Device of the gradients.
@@ -40,13 +39,13 @@ class SharedGradients:
         exchange: MspExchange,
         *,
         totals: Mapping[str, Tensor] | None,
-        members: TokenMembers,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._exchange, self._totals, self._shapes = exchange, totals, shapes
-        self._dtype, self._device, self._members = accumulation_dtype(dtype), device, members
+        self._dtype, self._device = accumulation_dtype(dtype), device
+        self._members = exchange.members
         self._under_way: deque[tuple[str, Tensor, Any]] = deque()
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:

@@ -27,7 +27,6 @@ from sppo.engine.providers.weights import WeightProvider
 from sppo.engine.unit import Unit
 from sppo.model.gradients import GradientSink
 from sppo.offload.held_bytes import HeldBytes
-from sppo.parallel.msp_exchange import TokenMembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class ShardProviders:
         gradients: Provider of the rank's own sums; None in evaluation.
         store: Store of keys and values of the rank.
         ends: Embedding and head of whole units.
-        members: Ranks over which this rank's tokens are sharded.
     """
 
     weights: SharedWeights
@@ -62,9 +60,8 @@ class ShardProviders:
         gradients: GradientProvider | None,
         store: KVStore,
         ends: Ends,
-        members: TokenMembers,
     ) -> None:
-        self._model, self._shapes, self._members = model, layer_shapes(model), members
+        self._model, self._shapes = model, layer_shapes(model)
         self._own_weights, self._own_gradients, self._store = weights, gradients, store
         self.ends = SharedEnds(ends, model.hidden_size, weights.dtype, weights.device)
         self._ahead: dict[int, SharedKV] = {}
@@ -90,7 +87,6 @@ class ShardProviders:
             layers,
             own=self._own_weights,
             shapes=self._shapes,
-            members=self._members,
             beside=prefix,
             borrowed=self._borrowed_weights,
         )
@@ -100,12 +96,13 @@ class ShardProviders:
         """Yield a sink that sums gradients of a layer at the owner, complete on exit."""
         shard = as_shard(unit)
         assert self._own_gradients is not None, "training needs gradient buffers"
-        sums = gradients_of(self._own_gradients, layer) if shard.is_owner else nullcontext()
+        sums = (
+            gradients_of(self._own_gradients, layer) if shard.exchange.is_owner else nullcontext()
+        )
         with sums as totals:
             sink = SharedGradients(
                 shard.exchange,
                 totals=totals,
-                members=self._members,
                 shapes=self._shapes,
                 dtype=self._own_weights.dtype,
                 device=self._own_weights.device,

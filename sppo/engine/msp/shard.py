@@ -54,11 +54,6 @@ class MspShard(Unit):
         return tuple(end - begin for begin, end in pairwise(self.cuts[self.member]))
 
     @property
-    def is_owner(self) -> bool:
-        """True on the rank that owns the stage."""
-        return self.exchange.is_owner
-
-    @property
     def runs(self) -> tuple[Run, ...]:
         """Positions of the shard in the sequence, one run per member."""
         return self.runs_of(self.shard_index)

@@ -20,7 +20,7 @@ from torch import Tensor
 from sppo.engine.providers.weights import WeightPart, WeightProvider
 from sppo.offload.held_bytes import HeldBytes
 from sppo.parallel.job.peer_errors import peer_errors
-from sppo.parallel.msp_exchange import MspExchange, TokenMembers
+from sppo.parallel.msp_exchange import MspExchange
 
 
 class SharedWeights:
@@ -34,7 +34,6 @@ class SharedWeights:
         own: Provider of this rank's stages, from which the owner sends; it tells a borrower the
             type and device.
         shapes: Shapes of a layer's parameters by local name.
-        members: Ranks over which this rank's tokens are sharded.
         beside: Function that maps a layer to further tensors to broadcast with its weights.
         borrowed: Counter of the bytes of weights on a borrower.
     """
@@ -46,12 +45,11 @@ class SharedWeights:
         *,
         own: WeightProvider,
         shapes: Mapping[str, tuple[int, ...]],
-        members: TokenMembers,
         beside: Callable[[int], Sequence[Tensor]],
         borrowed: HeldBytes,
     ) -> None:
         self._exchange, self._order = exchange, deque(layers)
-        self._own, self._shapes, self._members = own, shapes, members
+        self._own, self._shapes = own, shapes
         self._beside, self._borrowed = beside, borrowed
         self._coming: deque[tuple[int, dict[str, Tensor], list[Any]]] = deque()
         self._in_use: dict[str, Tensor] = {}
@@ -66,7 +64,7 @@ class SharedWeights:
             for work in works:
                 work.wait()
         if not self._exchange.is_owner:
-            self._members.put_together(list(self._in_use.values()))
+            self._exchange.members.put_together(list(self._in_use.values()))
         return self._in_use
 
     def release(self, part: WeightPart) -> None:
@@ -87,6 +85,7 @@ class SharedWeights:
                 for name, shape in self._shapes.items()
             }
             self._borrowed.add_tensors(weights.values())
-        parts = (self._members.own_rows(weights[name]) for name in self._shapes)
+        own_rows = self._exchange.members.own_rows
+        parts = (own_rows(weights[name]) for name in self._shapes)
         works = self._exchange.send_ahead([p for p in parts if p.shape[0]] + [*self._beside(layer)])
         self._coming.append((layer, weights, works))

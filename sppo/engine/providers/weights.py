@@ -15,8 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.engine.providers.streamed_tensors import StreamedTensors
 
 WeightPart = int | Literal["embedding", "head"]
 """Weights taken together: an int is the layer of that index in the model, "embedding" the embedding
@@ -103,7 +102,7 @@ class ResidentWeights:
 
 def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype of ``tensors`` and the device on which compute uses them."""
-    if isinstance(tensors, StreamedWeights | StreamedGradients):
+    if isinstance(tensors, StreamedTensors):
         return tensors.dtype, tensors.device
     first = next(iter(tensors.values()))
     return first.dtype, first.device
@@ -111,7 +110,7 @@ def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]
 
 def streamed_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the peak bytes of streamed ``tensors`` on the device since the last call, else 0."""
-    if isinstance(tensors, StreamedWeights | StreamedGradients):
+    if isinstance(tensors, StreamedTensors):
         return tensors.take_peak_bytes()
     return 0
 

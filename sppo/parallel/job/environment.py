@@ -258,7 +258,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
             rank=_number(environ, "SLURM_PROCID"),
             world_size=_number(environ, tasks, least=1),
             local_rank=_number(environ, "SLURM_LOCALID"),
-            local_world_size=_slurm_local_tasks(environ, tasks=tasks),
+            local_world_size=_slurm_local_tasks(environ),
             master_address=address,
             master_port=port,
             launcher="slurm",
@@ -283,34 +283,18 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
     return _FIRST_PORT + (job + 101 * _number(environ, "SLURM_STEP_ID")) % _NUM_PORTS
 
 
-def _slurm_local_tasks(environ: Mapping[str, str], *, tasks: str) -> int:
-    """Return the number of tasks of the step on this node."""
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    if per_node and "SLURM_NODEID" in environ:
-        counts = _task_counts(per_node)
-        node = _number(environ, "SLURM_NODEID")
-        if counts and node < len(counts):
-            return counts[node]
-    if environ.get("SLURM_NTASKS_PER_NODE"):
-        most = _number(environ, "SLURM_NTASKS_PER_NODE", least=1)
-        return min(most, _number(environ, tasks, least=1))
-    if environ.get("SLURM_STEP_NUM_NODES") == "1":
-        return _number(environ, tasks, least=1)
-    raise ValueError(
-        "SLURM_NTASKS_PER_NODE is not set and SLURM_STEP_TASKS_PER_NODE does not say either how "
-        "many ranks run on this node; start with srun --ntasks-per-node=N"
-    )
-
-
-def _task_counts(text: str) -> tuple[int, ...] | None:
-    """Return the number of tasks of each node, 4, 4, 3 for ``4(x2),3``; None for other formats."""
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return tuple(counts)
+def _slurm_local_tasks(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks of the step on this node, of counts such as ``4(x2),3``."""
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    items = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item) for item in listed.split(",")]
+    counts = [int(item[1]) for item in items if item for _ in range(int(item[2] or 1))]
+    node = _number(environ, "SLURM_NODEID")
+    if not all(items) or node >= len(counts):
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE={quoted(listed)} does not say how many ranks run on node "
+            f"{node} of the step; start with srun --ntasks-per-node=N"
+        )
+    return counts[node]
 
 
 def first_host(hosts: str) -> str:

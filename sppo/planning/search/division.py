@@ -158,14 +158,27 @@ class Division:
             plain: Simulated candidate in the plain order.
             below: Step time in seconds; surely slower schedules are not tried.
         """
-        count, best = len(plain.candidate.lengths), None if self._cuts else plain
+        best = None if self._cuts else plain
         most_s = inf if self._cuts else min(plain.step_s * WORTH_IT, below)
         for virtual in sorted({1, plain.candidate.virtual_stages}):
+            count = len(plain.candidate.lengths)
+            if plain.candidate.kv != "retained":
+                count = max(count, self._fastest_retained(virtual))
             for schedule in OTHER_SCHEDULES:
                 found = self._in_schedule(schedule, virtual, count, best, below=most_s)
                 if found is not None and found.step_s <= most_s:
                     best, most_s = found, found.step_s
         return best or self.nearest
+
+    def _fastest_retained(self, virtual_stages: int) -> int:
+        """Return the one of the few N that is fastest with everything retained; 0 if there is none.
+
+        Other schedules than the plain order retain K and V, and where these leave the device, other
+        N are fastest.
+        """
+        alike = (one for one in self._few if one[1].virtual_stages == virtual_stages)
+        _, fastest = min(alike, key=lambda one: one[0], default=(inf, None))
+        return 0 if fastest is None else len(fastest.lengths)
 
     def _in_schedule(
         self,
@@ -186,7 +199,9 @@ class Division:
         for turn in range(most.bit_length() if alike else 0):
             near = min(alike, key=lambda one: abs(len(one.lengths) - (most >> turn)))
             other = with_schedule(self._run, near, schedule)
-            if other is None or least_seconds(other) > below:
+            if other is None:
+                break
+            if least_seconds(other) > below:
                 continue
             found = self._evaluate(other) if may_fit(other) else None
             if found is None or found.shortfall is not None:

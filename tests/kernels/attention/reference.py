@@ -6,6 +6,20 @@ Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head siz
 from dataclasses import replace
 
 import torch
+from hypothesis import strategies as st
+
+
+@st.composite
+def spans(draw, longest):
+    """How many queries and keys, the window, and where documents begin."""
+    keys = draw(st.integers(1, longest))
+    starts = draw(st.sets(st.integers(1, keys - 1), max_size=6)) if keys > 1 else set()
+    return {
+        "num_queries": draw(st.integers(1, keys)),
+        "num_keys": keys,
+        "window": draw(st.none() | st.integers(1, keys + 3)),
+        "document_starts": (0, *sorted(starts)),
+    }
 
 
 class Definition:

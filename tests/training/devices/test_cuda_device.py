@@ -203,9 +203,7 @@ IN_HOST_MEMORY = {
 
 @pytest.mark.parametrize("which", IN_HOST_MEMORY)
 def test_a_run_that_fails_unlocks_what_it_locked(work, which, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("at odds")
-
+    fail = mock.Mock(side_effect=OSError("at odds"))
     run = run_of(work, **IN_HOST_MEMORY[which])
     for owner, name in (
         (Stage, "forward"),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest import mock
 
 import pytest
 
@@ -155,9 +156,7 @@ def test_a_full_disk_is_not_called_missing(work, monkeypatch, activations):
 
 
 def test_a_disk_without_room_for_the_state_is_refused(work, monkeypatch):
-    def full(descriptor, offset, size):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(mapped_file.os, "posix_fallocate", full)
         text = refuse("train", run_of(work, stages=3, state=STATE), code=4)
