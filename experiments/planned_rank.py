@@ -39,7 +39,7 @@ def joined_job(run: RunConfig, rank: int, device: CpuDevice) -> Job:
         return job
     shape = MeshShape(pipeline_parallel=count)
     mesh = Mesh(shape, rank=rank, timeout_s=TIMEOUT.total_seconds())
-    return replace(job, mesh=mesh, peers=HostCollectives(mesh), local_ranks=count)
+    return replace(job, mesh=mesh, peers=HostCollectives(mesh.groups.world), local_ranks=count)
 
 
 class PlannedRank:

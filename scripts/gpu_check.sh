@@ -5,8 +5,7 @@
 #   tests      the tests marked gpu, six at a time; sanitizer: queues with the order of every access of memory checked
 #   messages   two GPUs: memory of communicators, products beside an open receive by number of thread blocks (CTAs)
 #   two_gpus   two GPUs: the tests marked multigpu
-#   bench      rates of the machine: hardware.json
-#   attention  the rate of every back end
+#   bench      rates of the machine, of every attention back end, too: hardware.json, bench.json
 #   training   a billion parameters, 32Ki and 128Ki tokens: times and memory beside what those rates predict
 #
 #   SPPO_PYTHON  the interpreter with torch for CUDA (default: python3)
@@ -94,13 +93,12 @@ if [ "${gpus:-1}" -ge 2 ]; then
     try messages 60 "$python" scripts/gpu_messages.py "$out/messages.json"
     try two_gpus 120 "$python" -m pytest -q -m multigpu -p no:cacheprovider
 fi
-try bench 150 "$python" -m sppo bench all $quick -o "$out/hardware.json"
+try bench 150 "$python" -m sppo bench all $quick -o "$out/hardware.json" --json
 measured=()
 if [ -e "$out/hardware.json" ]; then measured=(--hardware "$out/hardware.json"); fi
-try attention 40 "$python" -m sppo bench attention queries=8Ki keys=128Ki heads=32/8 head_size=128 dtype=bf16 --json
 try training 300 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" \
     --seconds $((all_s - SECONDS - 5)) "${measured[@]}" $quick
-if grep -qs '^{' "$out/attention.log"; then sed -n '/^{/,$p' "$out/attention.log" >"$out/attention.json"; fi
+if grep -qs '^{' "$out/bench.log"; then sed -n '/^{/,$p' "$out/bench.log" >"$out/bench.json"; fi
 "$python" - "$out" "${steps[@]}" <<'PY'
 import json
 import sys
@@ -109,7 +107,7 @@ from pathlib import Path
 out, steps = Path(sys.argv[1]), [step.split(":") for step in sys.argv[2:]]
 report = dict(line.split(": ", 1) for line in (out / "where.txt").read_text().splitlines())
 report["steps"] = {name: {"end": end, "seconds": int(seconds)} for name, end, seconds in steps}
-for name in ("training", "hardware", "attention", "messages"):
+for name in ("training", "hardware", "bench", "messages"):
     path = out / f"{name}.json"
     try:
         report[name] = json.loads(path.read_text())

@@ -14,10 +14,10 @@ from typing import Literal, get_args
 import torch
 
 from sppo.bench.attention_backends import (
+    BACKENDS,
     BackendComparison,
     BackendRate,
     BackendShape,
-    backends_to_try,
     why_not_timed,
 )
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads
@@ -25,7 +25,7 @@ from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, KernelBench
 from sppo.hardware.rates import AttentionPoint
 from sppo.kernels.attention.call import AttentionCall
-from sppo.kernels.attention.choice import BackendName, chosen_name
+from sppo.kernels.attention.choice import CAPABILITIES, BackendName, chosen_name
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.attention.kv_layout import empty_keys
 
@@ -35,7 +35,6 @@ _MOST_TRIED = {"cpu": 256, "cuda": 1024}
 """Most queries of the call that estimates the speed of a back end."""
 _LONGEST_S = {"cpu": 0.2, "cuda": 0.05}
 """Most seconds of a call of a back end that ``auto`` does not choose."""
-_LONGEST_ASKED_S = 2.0
 _LONGEST_AUTOMATIC_S = 0.4
 _DOCUMENTS, _DOCUMENT_TOKENS = 64, 8
 """Short documents of one call, and tokens of each: too few for their products to take time."""
@@ -63,7 +62,7 @@ def measure_attention(bench: KernelBench, grid: AttentionGrid) -> BackendCompari
     automatic: dict[AttentionShape, BackendName] = {}
     for shapes in grid.problems(bench.dtypes):
         taken = chosen_name("auto", shapes[0].case(bench.operands.device))
-        found = _why_left_out(bench, grid, shapes, taken)
+        found = _why_left_out(bench, shapes, taken)
         reasons |= found
         automatic |= {shape: taken for (_, shape), reason in found.items() if reason is None}
     chosen = [pair for pair, reason in reasons.items() if reason is None]
@@ -108,15 +107,8 @@ def measure_documents(bench: KernelBench) -> DocumentSeconds:
     return DocumentSeconds(forward_s, backward_s)
 
 
-def attention_points(
-    comparison: BackendComparison, grid: AttentionGrid
-) -> tuple[AttentionPoint, ...]:
-    """Return the rates for plans: the back end that ``auto`` chooses, the first heads of the grid.
-
-    The result is empty if plans cannot read the grid, or if that back end was not timed.
-    """
-    if not grid.for_plans:
-        return ()
+def attention_points(comparison: BackendComparison) -> tuple[AttentionPoint, ...]:
+    """Return the rates of the back end that ``auto`` chooses, where it was timed, for plans."""
     return tuple(
         AttentionPoint(
             shape.dtype,
@@ -127,29 +119,30 @@ def attention_points(
             rates[taken].backward_flops_per_s,
         )
         for shape, rates in comparison.by_shape.items()
-        if shape.heads == grid.heads[0] and (taken := comparison.automatic[shape]) in rates
+        if (taken := comparison.automatic[shape]) in rates
     )
 
 
 def _why_left_out(
-    bench: KernelBench, grid: AttentionGrid, shapes: list[AttentionShape], taken: BackendName
+    bench: KernelBench, shapes: list[AttentionShape], taken: BackendName
 ) -> dict[BackendShape, str | None]:
     """Return by back end and shape of one problem why it is not timed; None if it is.
 
     Args:
         bench: What all measurements share.
-        grid: Grid that the shapes belong to.
         shapes: Shapes that differ in length only, so that a back end supports all or none.
         taken: Back end that ``auto`` chooses.
     """
     device = bench.operands.device
     case = shapes[0].case(device)
-    reasons = {name: why_not_timed(name, case) for name in backends_to_try(grid, device=device)}
+    reasons = {
+        name: why_not_timed(name, case) for name in BACKENDS if device in CAPABILITIES[name].devices
+    }
     able = [name for name, reason in reasons.items() if reason is None]
     first = taken if taken in able else next(iter(able), None)
-    if first is not None and not grid.fixed:
+    if first is not None:
         shapes = _shorter(bench, first, shapes)
-    longest_s = _LONGEST_ASKED_S if grid.fixed else _LONGEST_S[device]
+    longest_s = _LONGEST_S[device]
     return {
         (name, shape): _gap(bench, name, shape, longest_s)
         if reason is None and name != first

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from sppo.bench.attention_grid import AttentionGrid, AttentionShape
+from sppo.bench.attention_grid import AttentionShape
 from sppo.cost.flops import FLASH_BACKWARD_RATIO
 from sppo.kernels.attention.choice import (
     CAPABILITIES,
@@ -103,21 +103,6 @@ class BackendComparison:
         return tuple(name for name in CAPABILITIES if name in timed)
 
 
-def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[BackendName, ...]:
-    """Return the requested attention back ends, or all that support ``device``."""
-    if grid.backends is not None:
-        return grid.backends
-    return tuple(name for name in BACKENDS if device in CAPABILITIES[name].devices)
-
-
 def why_not_timed(name: BackendName, case: AttentionCase) -> str | None:
     """Return why a back end is not timed on ``case``, as the end of a sentence; None if it is."""
     return why_not(name, case) or error_on_a_small_case(name, case)
-
-
-def why_never_timed(
-    name: BackendName, grid: AttentionGrid, *, dtypes: Sequence[str], device: str
-) -> str | None:
-    """Return the first reason why a back end supports no problem of ``grid``; None if it does."""
-    reasons = [why_not_timed(name, shapes[0].case(device)) for shapes in grid.problems(dtypes)]
-    return None if None in reasons else reasons[0]

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from sppo.bench.operands import DTYPES
+from sppo.config.model import ModelConfig
 from sppo.cost.flops import causal_pairs
-from sppo.kernels.attention.choice import AttentionCase, BackendName
+from sppo.kernels.attention.choice import AttentionCase
 from sppo.units import format_tokens
 
 _QUERIES = {"cpu": (256, 1024), "cuda": (1024, 4096, 16384)}
@@ -49,14 +50,6 @@ class AttentionShape:
         pairs = causal_pairs(self.keys - self.queries, self.keys)
         return 4 * self.heads.queries * self.head_size * pairs
 
-    @property
-    def least_bytes(self) -> int:
-        """Bytes of q, k, v, o, do, dq, and the fp32 sums of dk and dv."""
-        size = DTYPES[self.dtype].itemsize
-        queries = self.queries * self.heads.queries * self.head_size
-        keys = self.keys * self.heads.kv * self.head_size
-        return 4 * queries * size + 2 * keys * (size + torch.float32.itemsize)
-
     def case(self, device: str) -> AttentionCase:
         """Return the case that a back end must support to compute this shape on ``device``."""
         group = self.heads.queries // self.heads.kv
@@ -76,50 +69,40 @@ class AttentionGrid:
 
     Attributes:
         queries: Numbers of queries of the spans, in ascending order.
-        heads: Numbers of heads; points for plans are measured with the first entry.
+        heads: Numbers of heads.
         head_sizes: Sizes of the heads of queries, keys and values.
-        prefixes: Ratios of keys to queries, used if ``keys`` is None.
-        keys: Numbers of keys for all ``queries``, none below the largest number of queries.
-        backends: Names of the back ends to time; None for all that can run.
-        fixed: Whether a user requested these shapes: a slow device does not get shorter spans, and
-            slow back ends get more time.
+        prefixes: Ratios of keys to queries.
     """
 
     queries: tuple[int, ...]
-    heads: tuple[Heads, ...]
+    heads: Heads
     head_sizes: tuple[int, ...]
     prefixes: tuple[int, ...] = _PREFIXES
-    keys: tuple[int, ...] | None = None
-    backends: tuple[BackendName, ...] | None = None
-    fixed: bool = False
-
-    @property
-    def for_plans(self) -> bool:
-        """True if plans can read the points: all queries have equally many numbers of keys.
-
-        True if keys are multiples of the queries, or if there is one number of queries.
-        """
-        return self.keys is None or len(self.queries) == 1
 
     def problems(self, dtypes: Sequence[str]) -> Iterator[list[AttentionShape]]:
-        """Yield the shapes of each dtype, heads and head size, which differ in length only."""
-        for dtype, heads, size in product(dtypes, self.heads, self.head_sizes):
+        """Yield the shapes of each dtype and head size, which differ in length only."""
+        for dtype, size in product(dtypes, self.head_sizes):
             yield [
-                AttentionShape(dtype, queries, keys, heads, size)
+                AttentionShape(dtype, queries, prefix * queries, self.heads, size)
                 for queries in self.queries
-                for keys in self.keys or [prefix * queries for prefix in self.prefixes]
+                for prefix in self.prefixes
             ]
 
 
-def attention_grid(device: str, *, quick: bool) -> AttentionGrid:
-    """Return the default grid of a device.
+def attention_grid(device: str, *, quick: bool, model: ModelConfig | None = None) -> AttentionGrid:
+    """Return the grid of a device, with the heads of a model, or else with common ones.
 
-    A CPU is slow, so its number of heads is the smallest that keeps all threads busy, at least two.
+    A CPU is slow, so its common number of heads is the smallest that keeps all threads busy, at
+    least two.
     """
     threads = max(2, torch.get_num_threads())
+    heads = Heads(32, 8) if device == "cuda" else Heads(threads, threads)
+    sizes = _QUICK_HEAD_SIZES if quick else _HEAD_SIZES
+    if model is not None:
+        heads, sizes = Heads(model.num_heads, model.kv_heads), (model.head_dim,)
     return AttentionGrid(
         queries=(_QUICK_QUERIES if quick else _QUERIES)[device],
-        heads=(Heads(32, 8) if device == "cuda" else Heads(threads, threads),),
-        head_sizes=_QUICK_HEAD_SIZES if quick else _HEAD_SIZES,
+        heads=heads,
+        head_sizes=sizes,
         prefixes=_QUICK_PREFIXES if quick else _PREFIXES,
     )

@@ -31,24 +31,16 @@ class GemmGrid:
     Attributes:
         tokens: Numbers of rows of the input.
         widths: Widths of the input and the output.
-        fixed: Whether a user requested these shapes: a slow device does not get smaller ones.
     """
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
-    fixed: bool = False
 
 
 def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
     """Return the default shapes to time; few of them if ``quick``."""
     tokens, widths = (_QUICK_TOKENS, _QUICK_WIDTHS) if quick else (_TOKENS, _WIDTHS)
     return GemmGrid(tokens[device], widths[device])
-
-
-def gemm_bytes(dtype: str, *, tokens: int, width: int) -> int:
-    """Return the bytes of input, output gradient, weight, and fp32 sum of weight gradients."""
-    size = DTYPES[dtype].itemsize
-    return 2 * tokens * width * size + width * width * (size + torch.float32.itemsize)
 
 
 def measure_gemm(bench: KernelBench, grid: GemmGrid) -> tuple[GemmPoint, ...]:
@@ -58,7 +50,7 @@ def measure_gemm(bench: KernelBench, grid: GemmGrid) -> tuple[GemmPoint, ...]:
             _make, bench.operands, dtype, tokens, width, product
         )
         for dtype in bench.dtypes
-        for width in (grid.widths if grid.fixed else _narrower(bench, grid, dtype=dtype))
+        for width in _narrower(bench, grid, dtype=dtype)
         for tokens in grid.tokens
         for product in get_args(Product)
     }

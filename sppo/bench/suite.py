@@ -17,16 +17,17 @@ from sppo.bench.attention import (
     measure_documents,
 )
 from sppo.bench.attention_backends import BackendComparison
-from sppo.bench.attention_grid import AttentionGrid, attention_grid
+from sppo.bench.attention_grid import attention_grid
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
-from sppo.bench.gemm import GemmGrid, gemm_grid, measure_gemm
+from sppo.bench.gemm import gemm_grid, measure_gemm
 from sppo.bench.messages import MessageMeasurements, measure_messages
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, measure_overlap
 from sppo.bench.pcie import measure_pcie
 from sppo.bench.timing import KernelBench, Rounds, Watcher
+from sppo.config.model import ModelConfig
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 
 _ROUNDS, _QUICK_ROUNDS = 5, 3
@@ -65,32 +66,6 @@ class Measurements:
     documents: DocumentSeconds | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CopySetup:
-    """Targets of measured copies, and the compute that the copies overlap with.
-
-    Attributes:
-        directory: Directory on the disk to measure; None to measure host memory only.
-        layer: Layer whose forward the copies overlap with.
-    """
-
-    directory: Path | None
-    layer: MeasuredLayer
-
-
-@dataclass(frozen=True, slots=True)
-class Grids:
-    """Shapes to time, for the subjects whose shapes a user can choose."""
-
-    gemm: GemmGrid
-    attention: AttentionGrid
-
-
-def default_grids(device: str, *, quick: bool) -> Grids:
-    """Return the default shapes to time; few of them if ``quick``."""
-    return Grids(gemm_grid(device, quick=quick), attention_grid(device, quick=quick))
-
-
 def device_to_measure() -> str:
     """Return the device that torch can use on this machine: "cuda" if available, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,22 +73,23 @@ def device_to_measure() -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """Request to measure shapes and copies on one device.
+    """Request to measure one device.
 
     Attributes:
         device: "cpu" or "cuda".
-        dtypes: Some of bf16 and fp32.
+        dtypes: Some of bf16, fp32 and fp64.
         quick: Measure fewer shapes and rounds, to test the benchmarks, not to plan with.
-        grids: Shapes of gemm and attention.
-        copying: Targets of copies, and the layer that they overlap with; None if no copies are
-            measured.
+        layer: Layer whose forward copies overlap with.
+        model: Model whose heads attention is measured with; None for common ones.
+        directory: Directory on the disk to measure; None to measure host memory only.
     """
 
     device: str
     dtypes: Sequence[str]
     quick: bool
-    grids: Grids
-    copying: CopySetup | None = None
+    layer: MeasuredLayer
+    model: ModelConfig | None = None
+    directory: Path | None = None
 
 
 def measure(subjects: Sequence[str], request: BenchRequest, *, watcher: Watcher) -> Measurements:
@@ -139,9 +115,9 @@ def measure(subjects: Sequence[str], request: BenchRequest, *, watcher: Watcher)
 
 
 def _attention(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
-    grid = request.grids.attention
+    grid = attention_grid(request.device, quick=request.quick, model=request.model)
     backends = measure_attention(kernels, grid)
-    found = {"attention": attention_points(backends, grid), "backends": backends}
+    found = {"attention": attention_points(backends), "backends": backends}
     if request.device == "cpu":
         found["documents"] = measure_documents(kernels)
     return found
@@ -149,8 +125,7 @@ def _attention(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
 
 def _copies(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
     """Measure copies to each available tier: host memory for a GPU, and a disk."""
-    assert request.copying is not None, "copies go somewhere"
-    device, directory = request.device, request.copying.directory
+    device, directory = request.device, request.directory
     quick, watcher = request.quick, kernels.watcher
     copies: list[CopyMeasurements] = []
     if device == "cuda":
@@ -162,11 +137,10 @@ def _copies(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
 
 
 def _overlap(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
-    assert request.copying is not None, "copies go somewhere"
     overlap = measure_overlap(
         kernels.operands,
-        request.copying.layer,
-        directory=request.copying.directory,
+        request.layer,
+        directory=request.directory,
         quick=request.quick,
         watcher=kernels.watcher,
     )
@@ -174,7 +148,9 @@ def _overlap(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
 
 
 _SUBJECTS: Mapping[str, Callable[[KernelBench, BenchRequest], dict[str, Any]]] = {
-    "gemm": lambda kernels, request: {"gemm": measure_gemm(kernels, request.grids.gemm)},
+    "gemm": lambda kernels, request: {
+        "gemm": measure_gemm(kernels, gemm_grid(request.device, quick=request.quick))
+    },
     "attention": _attention,
     "elementwise": lambda kernels, request: {
         "elementwise": measure_elementwise(kernels, quick=request.quick)

@@ -39,7 +39,6 @@ from sppo.checkpoint.newest import (
     held_checkpoint,
     newest_valid,
 )
-from sppo.checkpoint.ranks import TIMEOUT_S, CheckpointRanks
 from sppo.checkpoint.state_block import StateBlock, as_blocks
 from sppo.checkpoint.tensors import (
     BlockKey,
@@ -53,6 +52,7 @@ from sppo.checkpoint.tensors import (
 )
 from sppo.config import RunConfig
 from sppo.output_file import write_json
+from sppo.parallel.host_collectives import HostCollectives
 from sppo.units import MIB, format_bytes, format_duration
 from sppo.version import __version__
 
@@ -61,6 +61,7 @@ MODEL_PREFIX = "model."
 
 _logger = logging.getLogger(__name__)
 _OVERHEAD_BYTES = MIB  # metadata, manifest, directories
+_WHY = ", for a checkpoint and for ten times parallel.timeout_s"
 
 
 class CheckpointError(OSError):
@@ -121,17 +122,16 @@ class CheckpointManager:
         keep: int,
         async_save: bool,
         group: ProcessGroup | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = 7200.0,
     ) -> None:
         assert keep >= 1, f"keep is {keep}; CheckpointConfig checks this"
         self.directory = directory
         self._keep = keep
-        self._ranks = CheckpointRanks(group, timeout_s=timeout_s)
         self._writer = ThreadPoolExecutor(1, "checkpoint") if async_save else None
-        # The writing thread and a search for checkpoints must not use the same group at a time.
-        self._writing_ranks = self._ranks
-        if async_save:
-            self._writing_ranks = CheckpointRanks(group, timeout_s=timeout_s)
+        # A step, a search for checkpoints and the writing thread must not share a group.
+        self._ranks, self._writing_ranks = (
+            HostCollectives.in_new_group(group, timeout_s=timeout_s, why=_WHY) for _ in range(2)
+        )
         self._in_flight: Future[None] | None = None
         self._current_step: int | None = None
         self._damaged: set[Path] = set()
@@ -163,13 +163,13 @@ class CheckpointManager:
         if step == self._current_step:
             return
         blocks = as_blocks(state)
-        sizes = self._ranks.gather(lambda: block_bytes(blocks))
-        needed = self._ranks.on_first(lambda: self._make_room(sizes, step=step))
+        sizes = self._ranks.told_to_main(lambda: block_bytes(blocks))
+        needed = self._ranks.decided_by_main(lambda: self._make_room(sizes, step=step))
         silence_single_process_warning()  # here, because warning filters are not thread-safe
         if self._writer is None:
             self._write(blocks, step, metadata, needed)
         else:
-            staged = self._ranks.on_all(lambda: _copies(blocks))
+            staged = self._ranks.done_by_all(lambda: _copies(blocks))
             self._in_flight = self._writer.submit(self._write, staged, step, dict(metadata), needed)
         self._current_step = step
 
@@ -199,7 +199,9 @@ class CheckpointManager:
             InvalidCheckpointError: There are checkpoints, and all are damaged.
             PeerLostError: Another rank has ended.
         """
-        checkpoint, self._damaged = self._ranks.on_first(lambda: newest_valid(self.directory))
+        checkpoint, self._damaged = self._ranks.decided_by_main(
+            lambda: newest_valid(self.directory)
+        )
         return checkpoint
 
     def load_into(self, checkpoint: Checkpoint, state: Mapping[str, Tensor | StateBlock]) -> None:
@@ -216,12 +218,12 @@ class CheckpointManager:
             PeerLostError: Another rank has ended.
         """
         blocks = as_blocks(state)
-        self._ranks.on_all(lambda: self._check_loadable(checkpoint.path, blocks))
-        self._ranks.on_all(lambda: load_tensors(checkpoint.path, into=blocks))
+        self._ranks.done_by_all(lambda: self._check_loadable(checkpoint.path, blocks))
+        self._ranks.done_by_all(lambda: load_tensors(checkpoint.path, into=blocks))
         self._current_step = checkpoint.step
 
     def _check_loadable(self, path: Path, blocks: Mapping[str, StateBlock]) -> None:
-        absence = None if self._ranks.is_first else find_absence(path)
+        absence = None if self._ranks.rank == 0 else find_absence(path)
         if absence is not None:
             raise InvalidCheckpointError(
                 f"rank {self._ranks.rank} does not see checkpoint {path} as rank 0 does: "
@@ -253,18 +255,22 @@ class CheckpointManager:
         started, ranks = time.perf_counter(), self._writing_ranks
         own = partial_path(self.directory, step=step)
         try:
-            partial = ranks.on_first(lambda: _made(own))
+            partial = ranks.decided_by_main(lambda: _made(own))
             written = save_tensors(state, directory=partial, ranks=ranks)
-            sums = ranks.gather(lambda: sum_files(written))
-            ranks.on_first(lambda: self._publish(partial, sums, step=step, metadata=metadata))
+            sums = ranks.told_to_main(lambda: sum_files(written))
+            ranks.decided_by_main(
+                lambda: self._publish(partial, sums, step=step, metadata=metadata)
+            )
         except OSError as error:
             raise self._give_up(own, error, step=step, needed=needed) from error
         except BaseException:
             # A rank may have ended, so this is not collective; the next save removes leftovers.
-            if ranks.is_first:
+            if ranks.rank == 0:
                 shutil.rmtree(own, ignore_errors=True)
             raise
-        ranks.on_first(lambda: self._conclude(step, sums, took_s=time.perf_counter() - started))
+        ranks.decided_by_main(
+            lambda: self._conclude(step, sums, took_s=time.perf_counter() - started)
+        )
 
     def _publish(
         self,
@@ -289,7 +295,7 @@ class CheckpointManager:
             shutil.rmtree(own, ignore_errors=True)
             return _save_error(error, step=step, directory=self.directory, needed=needed)
 
-        return self._writing_ranks.on_first(undo)
+        return self._writing_ranks.decided_by_main(undo)
 
     def _conclude(self, step: int, sums: Sequence[Mapping[str, FileSum]], *, took_s: float) -> None:
         size = format_bytes(sum(file.size_bytes for files in sums for file in files.values()))

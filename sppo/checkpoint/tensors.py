@@ -29,8 +29,8 @@ from torch.futures import Future
 
 from sppo.checkpoint.dcp_planners import BlockLoadPlanner, BlockSavePlanner
 from sppo.checkpoint.manifest import why_absent
-from sppo.checkpoint.ranks import CheckpointRanks, portable
 from sppo.checkpoint.state_block import StateBlock, whole
+from sppo.parallel.host_collectives import HostCollectives, portable
 from sppo.parallel.job.peer_errors import peer_errors
 
 BlockKey = tuple[str, tuple[int, ...]]
@@ -50,7 +50,7 @@ def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
 
 
 def save_tensors(
-    state: Mapping[str, StateBlock], *, directory: Path, ranks: CheckpointRanks
+    state: Mapping[str, StateBlock], *, directory: Path, ranks: HostCollectives
 ) -> list[Path]:
     """Write the ``state`` of all ranks and its index into ``directory``. Collective.
 
@@ -75,7 +75,8 @@ def save_tensors(
                 no_dist=ranks.group is None,
             )
     except CheckpointException as error:
-        raise ranks.failure({i: wrapped[0] for i, wrapped in error.failures.items()}) from error
+        rank = min(error.failures)
+        raise ranks.of_rank(error.failures[rank][0], rank) from error
     return writer.files.written
 
 

@@ -23,10 +23,10 @@ _REPEATED_S = 0.2
 
 
 class Stopped(BaseException):
-    """Request to end the process; its notes follow the name of the signal in the message.
+    """Request to end the process. Not an error: ``except Exception`` does not catch it."""
 
-    Not an error: ``except Exception`` does not catch it.
-    """
+    advice = ""
+    """Text that follows the name of the signal in the message."""
 
 
 @contextmanager
@@ -49,8 +49,7 @@ def stop_signals() -> Iterator[None]:
         if handler.number is None:
             raise
         # Any exception counts: a library may have replaced Stopped by an exception of its own.
-        notes = getattr(error, "__notes__", []) if isinstance(error, Stopped) else []
-        _say_stopped(handler.number, "".join(notes))
+        _say_stopped(handler.number, error.advice if isinstance(error, Stopped) else "")
         sys.exit(stopped_exit_code(handler.number))
 
 

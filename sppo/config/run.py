@@ -87,8 +87,9 @@ class SequenceConfig(Section):
     refuse: an error before the start."""
     num_subsequences: Auto | Annotated[int, Field(ge=1, le=MOST_SUBSEQUENCES)] = "auto"
     """N: number of subsequences that each sequence is cut into. auto: the number that solve
-    predicts to be the fastest that fits into memory, with subsequences of 1Ki to 4Ki tokens on a
-    CPU and 2Ki to 16Ki on a GPU; an evaluation uses 2Ki and 8Ki."""
+    predicts to be the fastest that fits into memory, with subsequences of at least 1Ki tokens on a
+    CPU and 2Ki on a GPU, up to 4Ki and 16Ki on each rank unless longer ones save 1 %; an evaluation
+    uses 2Ki and 8Ki."""
     partition: Literal["auto", "flops", "length", "cost_model"] = "auto"
     """Quantity that is equal for all subsequences: model FLOPs, tokens (length), or predicted time
     (cost_model). auto: FLOPs if pipeline stages wait for each other, otherwise tokens, which need
@@ -117,9 +118,9 @@ class ParallelConfig(Section):
     layers."""
     virtual_stages: Auto | Degree = "auto"
     """Number of stages on each pipeline rank. Subsequences pass through the ranks this many times,
-    which divides the idle time of the pipeline by this number. auto: with schedule auto or
-    looped_bfs, the number that solve predicts to be the fastest that fits into memory; otherwise 1.
-    """
+    which divides the idle time of the pipeline by this number. auto: the number
+    that solve predicts to be the fastest that fits into memory; 1 with schedules that allow no
+    other."""
     sequence_parallel_degree: Degree = 1
     """Number of ranks over which the tokens of every subsequence are sharded."""
     sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"

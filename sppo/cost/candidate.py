@@ -179,12 +179,13 @@ class Candidate:
         """Return the stages of a pipeline rank, in the order of their layers."""
         return range(rank, self.num_stages, self.pipeline_parallel_degree)
 
-    def kv_of_stage(self, stage: int) -> KVPlacement:
-        """Return the placement of a stage's K and V between its forward and its backward."""
-        if self.schedule != LOOPED or self.kv is None:
-            return "retained"
-        turns = kv_of_turns(self.kv, recomputed=self.kv_recomputed, turns=self.virtual_stages)
-        return turns[stage // self.pipeline_parallel_degree]
+    @property
+    def kv_of_stages(self) -> tuple[KVPlacement, ...]:
+        """Placement of each stage's K and V between its forward and its backward."""
+        turns = kv_of_turns("retained", recomputed=0, turns=self.virtual_stages)
+        if self.schedule == LOOPED and self.kv is not None:
+            turns = kv_of_turns(self.kv, recomputed=self.kv_recomputed, turns=self.virtual_stages)
+        return tuple(kv for kv in turns for _ in range(self.pipeline_parallel_degree))
 
     @property
     def order(self) -> str:

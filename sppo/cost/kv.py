@@ -110,8 +110,8 @@ def _layers(candidate: Candidate, placement: KVPlacement) -> Counts:
     """Return the layers of each stage whose K and V have `placement`, 0 for others, [stages]."""
     return np.array(
         [
-            len(layers) * (candidate.kv_of_stage(stage) == placement)
-            for stage, layers in enumerate(candidate.stages)
+            len(layers) * (kv == placement)
+            for layers, kv in zip(candidate.stages, candidate.kv_of_stages, strict=True)
         ],
         dtype=np.int64,
     )

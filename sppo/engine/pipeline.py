@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sppo.cost.candidate import layers_of_stages
 from sppo.parallel.msp_exchange import MspLinks
-from sppo.parallel.pipeline_p2p import PipelineP2P
+from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.schedule.actions import Placement
 from sppo.schedule.schedule import Schedule
 
@@ -29,7 +29,7 @@ class Pipeline:
     num_ranks: int = 1
     rank: int = 0
     num_virtual: int = 1
-    p2p: PipelineP2P | None = None
+    p2p: PipelineLinks | None = None
     planned: Schedule | None = None
     msp_links: MspLinks | None = None
 

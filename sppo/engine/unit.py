@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ class SequenceData:
     def num_valid(self) -> int:
         """Number of labels that are not ignored."""
         return int((self.labels_S != IGNORED_LABEL).sum())
+
+
+class Run(NamedTuple):
+    """Consecutive positions of a sequence, ``[start, end)``."""
+
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,17 @@ class Unit:
     def key(self) -> UnitKey:
         """Pair (sequence, subsequence) that identifies the unit within its step."""
         return self.sequence, self.subsequence
+
+    @property
+    def first_token(self) -> int:
+        """Index of the first token among this rank's tokens of the whole unit."""
+        return 0
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Positions in the sequence of the tokens of each rank over which the unit is sharded."""
+        bounds = accumulate(self.shard_tokens, initial=self.span.start)
+        return tuple(Run(*run) for run in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)

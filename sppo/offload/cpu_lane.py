@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,19 +20,18 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.disk.file_tier import FileTier
+from sppo.offload.disk.disk_lane import DiskLane
 from sppo.offload.lane import Copy, Event
 from sppo.offload.worker_pool import WorkerPool, wait_for
 
 
-class CpuLane:
+class CpuLane(DiskLane):
     """:class:`sppo.offload.lane.Lane` of a CPU."""
 
     reads_to_device = True
 
     def __init__(self) -> None:
-        self._pool = WorkerPool("sppo disk")
-        self._file: FileTier | None = None
+        super().__init__()
         self._exposed_s = 0.0
 
     def host_memory(self, name: str, size_bytes: int) -> Tensor:
@@ -43,13 +41,6 @@ class CpuLane:
     def device_memory(self, size_bytes: int) -> Tensor:
         """Map host memory, which on a CPU is device memory."""
         return self.host_memory("device", size_bytes)
-
-    def open_file(self, directory: Path, size_bytes: int) -> None:
-        """Reserve a file in ``directory``, in place of any earlier file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        self._file = FileTier(directory, size_bytes, self._pool)
 
     def computed(self, tensors: Sequence[Tensor]) -> Event:
         """Return a reached event: this thread has done all compute."""
@@ -69,14 +60,6 @@ class CpuLane:
         """Copy now, while compute waits."""
         return self.out(copies, after=after)
 
-    def write(self, offset_bytes: int, data: Tensor, *, after: Sequence[Event]) -> Event:
-        """Start to write to the file."""
-        return self._open_file.write(offset_bytes, data.numpy(), after=after)
-
-    def read(self, offset_bytes: int, data: Tensor, *, after: Sequence[Event]) -> Event:
-        """Start to read from the file."""
-        return self._open_file.read(offset_bytes, data.numpy(), after=after)
-
     def before_compute(self, event: Event) -> None:
         """Wait for ``event`` and count the time as exposed."""
         begin_s = time.perf_counter()
@@ -85,34 +68,21 @@ class CpuLane:
         finally:
             self._exposed_s += time.perf_counter() - begin_s
 
-    def check(self) -> None:
-        """Raise the error of the first failed transfer, if any."""
-        self._pool.check()
-
     def drain(self) -> bool:
         """Skip transfers that have not started, wait for the others, drop errors and times."""
-        self._pool.drain()
         self.take_times()
-        return True
+        return self._drain_disk()
 
     def take_times(self) -> CopyReport:
         """Return the times since the last call."""
         exposed_s, self._exposed_s = self._exposed_s, 0.0
-        if self._file is None:
-            return CopyReport(exposed_s=exposed_s)
-        out_s, back_s = self._file.writing.take_s(), self._file.reading.take_s()
+        out_s, back_s = self._take_disk_s()
         return CopyReport(exposed_s=exposed_s, out_s=out_s, back_s=back_s)
 
     def close(self) -> None:
         """End the threads and close the file; repeated calls do nothing."""
-        self._pool.close()
-        if self._file is not None:
-            self._file.close()
-
-    @property
-    def _open_file(self) -> FileTier:
-        assert self._file is not None, "open_file() comes before writing and reading"
-        return self._file
+        self._end_threads()
+        self._close_file()
 
 
 class MappedFileLane(CpuLane):
@@ -127,6 +97,7 @@ class MappedFileLane(CpuLane):
 
     def __init__(self, drop_pages: Callable[[], None]) -> None:
         super().__init__()
+        self._pool = self._threads = WorkerPool("sppo state")
         self._drop_pages = drop_pages
 
     def host_memory(self, name: str, size_bytes: int) -> Tensor:
@@ -135,7 +106,7 @@ class MappedFileLane(CpuLane):
 
     def out(self, copies: Sequence[Copy], *, after: Sequence[Event]) -> Event:
         """Start to copy in a thread."""
-        return self._pool.submit(partial(self._copy, copies), after=after)
+        return self._threads.submit(partial(self._copy, copies), after=after)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         for target, source in copies:

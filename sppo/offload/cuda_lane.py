@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +25,11 @@ from torch import Tensor
 
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.device_wait import wait_with_timeout
-from sppo.offload.disk.file_tier import FileTier
+from sppo.offload.disk.disk_lane import DiskLane
 from sppo.offload.lane import Copy, Event
 from sppo.offload.locked_arena import LockedArena
 from sppo.offload.page_lock import PIECE_BYTES, spans
-from sppo.offload.worker_pool import WorkerPool, wait_for
+from sppo.offload.worker_pool import wait_for
 
 _cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 
@@ -50,7 +49,7 @@ class StreamEvent:
         self.event.synchronize()
 
 
-class CudaLane:
+class CudaLane(DiskLane):
     """:class:`sppo.offload.lane.Lane` of one CUDA device.
 
     Args:
@@ -73,13 +72,12 @@ class CudaLane:
         failed_step_timeout_s: float | None = None,
         delay_cycles: int = 0,
     ) -> None:
+        super().__init__(begin=partial(_cuda.set_device, device))
         self._device, self._is_timed, self._delay_cycles = device, is_timed, delay_cycles
         self._failed_step_timeout_s = failed_step_timeout_s
         self._out, self._back = (_cuda.Stream(device) for _ in range(2))
         self._most_host_bytes = most_host_bytes
         self._arenas: dict[str, LockedArena] = {}
-        self._pool: WorkerPool | None = None
-        self._file: FileTier | None = None
         self._timings: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
         self._host_wait_s = 0.0
         self._closed = False
@@ -100,15 +98,6 @@ class CudaLane:
         """Allocate device memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
-    def open_file(self, directory: Path, size_bytes: int) -> None:
-        """Reserve a file in ``directory``, in place of any earlier file."""
-        if self._pool is None:
-            self._pool = WorkerPool("sppo disk", begin=partial(_cuda.set_device, self._device))
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        self._file = FileTier(directory, size_bytes, self._pool)
-
     def computed(self, tensors: Sequence[Tensor]) -> Event:
         """Record an event after the compute issued so far."""
         event = _cuda.Event()
@@ -123,16 +112,6 @@ class CudaLane:
         """Issue copies from page-locked memory in the stream back."""
         return self._issue("back", copies, after)
 
-    def write(self, offset_bytes: int, data: Tensor, *, after: Sequence[Event]) -> Event:
-        """Start to write to the file, in the threads of the disk."""
-        assert self._file is not None, "open_file() comes before writing"
-        return self._file.write(offset_bytes, data.numpy(), after=after)
-
-    def read(self, offset_bytes: int, data: Tensor, *, after: Sequence[Event]) -> Event:
-        """Start to read from the file, in the threads of the disk."""
-        assert self._file is not None, "open_file() comes before reading"
-        return self._file.read(offset_bytes, data.numpy(), after=after)
-
     def before_compute(self, event: Event) -> None:
         """Make the compute stream wait for a copy, and count the wait as exposed."""
         assert isinstance(event, StreamEvent), "compute waits for copies in streams"
@@ -141,21 +120,14 @@ class CudaLane:
         stream.wait_event(event.event)
         end.record(stream)
 
-    def check(self) -> None:
-        """Raise the error of the first failed transfer of the disk, if any."""
-        if self._pool is not None:
-            self._pool.check()
-
     def drain(self) -> bool:
         """Skip transfers that have not started, wait for all copies, drop errors and times.
 
         Returns:
             Whether the device has done all copies in time; if not, it may still use the memory.
         """
-        if self._pool is not None:
-            limit_s = 0.0 if self.given_up else self._failed_step_timeout_s
-            if not self._pool.drain(limit_s=limit_s):
-                self.given_up = True
+        if not self._drain_disk(limit_s=0.0 if self.given_up else self._failed_step_timeout_s):
+            self.given_up = True
         done = self._wait_for_device()
         # Events of skipped copies were never recorded.
         self._timings, self._host_wait_s = {}, 0.0
@@ -170,9 +142,7 @@ class CudaLane:
         }
         exposed_s = seconds.get("compute", 0.0) + self._host_wait_s
         self._timings, self._host_wait_s = {}, 0.0
-        write_s, read_s = 0.0, 0.0
-        if self._file is not None:
-            write_s, read_s = self._file.writing.take_s(), self._file.reading.take_s()
+        write_s, read_s = self._take_disk_s()
         return CopyReport(
             exposed_s=exposed_s,
             out_s=max(seconds.get("out", 0.0), write_s),
@@ -188,11 +158,9 @@ class CudaLane:
             return
         if self._failed_step_timeout_s is not None:
             self.drain()
-        if self._pool is not None:
-            self._pool.close(waits=not self.given_up)
+        self._end_threads(waits=not self.given_up)
         if self._wait_for_device():
-            if self._file is not None:
-                self._file.close()
+            self._close_file()
             for arena in self._arenas.values():
                 arena.release()
         self._closed = True  # last, so that an interrupted close can be repeated

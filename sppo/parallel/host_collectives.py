@@ -1,30 +1,68 @@
-"""Collectives of small Python values and numbers over all ranks of a run.
+"""Collectives of Python values and numbers over all ranks of a run, in host memory.
 
 All use gloo, whatever back end carries tensors. Every rank must call the same collectives in the
 same order. A rank without peers gets its own values back.
+
+Work on the host, above all on a disk, may fail on one rank while the others wait in the next
+collective. Inside :meth:`HostCollectives.decided_by_main`, :meth:`HostCollectives.done_by_all` and
+:meth:`HostCollectives.told_to_main` such work ends the same way on all ranks.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from sppo.parallel.job.facts import difference_report
 from sppo.parallel.job.peer_errors import peer_errors
-from sppo.parallel.mesh import Mesh
 
 T = TypeVar("T")
 
 
 class HostCollectives:
-    """Collectives over all ranks of ``mesh``."""
+    """Collectives over the ranks of a group; all raise PeerLostError if another rank has ended.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._group, self._rank = mesh.groups.world, mesh.rank
-        self._count = mesh.shape.num_ranks
+    Args:
+        group: Ranks, connected over gloo; None for a single process, for which all methods are
+            plain calls, whether or not torch.distributed is in use.
+        why: What the ranks do together, if errors are to say it, such as ``, for a checkpoint``.
+    """
+
+    def __init__(self, group: ProcessGroup | None, *, why: str = "") -> None:
+        self.group, self._why = group, why
+        self.rank = 0 if group is None else group.rank()
+        self._count = 1 if group is None else group.size()
+
+    @classmethod
+    def in_new_group(
+        cls, group: ProcessGroup | None, *, timeout_s: float, why: str
+    ) -> HostCollectives:
+        """Return collectives in a new group of the same ranks, which all call this together.
+
+        Collectives in a group of their own may run in another thread, and may take longer.
+
+        Args:
+            group: Ranks; None for a single process.
+            timeout_s: Longest time in seconds that a rank waits for the others.
+            why: As in the constructor.
+        """
+        if group is None:
+            return cls(None)
+        with peer_errors(f"connecting with the other ranks{why}"):
+            own: ProcessGroup | None = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=True,
+                group_desc="host",
+            )
+        return cls(own, why=why)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over all ranks, in float64, the same on every rank."""
@@ -40,19 +78,19 @@ class HostCollectives:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the value of every rank, by rank."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         found: list[Any] = [None] * self._count
-        with peer_errors("hearing from every rank"):
-            dist.all_gather_object(found, value, group=self._group)
+        with peer_errors(f"hearing from every rank{self._why}"):
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def broadcast(self, value: T | None) -> T:
         """Return the value of rank 0; values of other ranks are ignored."""
-        if self._group is not None:
+        if self.group is not None:
             box: list[Any] = [value]
-            with peer_errors("hearing what rank 0 decides, together with all ranks"):
-                dist.broadcast_object_list(box, src=0, group=self._group)
+            with peer_errors(f"hearing what rank 0 decides, together with all ranks{self._why}"):
+                dist.broadcast_object_list(box, group_src=0, group=self.group)
             value = box[0]
         assert value is not None, "rank 0 has something to say"
         return value
@@ -73,34 +111,52 @@ class HostCollectives:
 
     def decided_by_main(self, decide: Callable[[], T]) -> T:
         """Call `decide` on rank 0 and return its result, or raise its error, on every rank."""
-        decided: tuple[T | None, Exception | None] | None = None
-        if self._rank == 0:
-            try:
-                decided = decide(), None
-            except Exception as error:
-                decided = None, error
-        value, problem = self.broadcast(decided)
+        if self.group is None:
+            return decide()
+        value, error = _attempt(decide) if self.rank == 0 else (None, None)
+        value, problem = self.broadcast((value, portable(error)))
         if problem is not None:
-            raise problem
-        return value  # type: ignore[return-value]  # T may itself be None
+            raise problem from error
+        return cast(T, value)
 
     def done_by_all(self, act: Callable[[], T]) -> T:
         """Call `act` on every rank and return its result; raise a failure of any rank on all.
 
-        Errors of the first rank that failed are raised, with its number unless it is rank 0.
+        The error is that of the first rank that failed, as :meth:`of_rank` names it.
         """
-        done, problem = None, None
-        try:
-            done = act()
-        except Exception as error:
-            problem = error
-        for rank, failure in enumerate(self.all_gather(problem)):
-            if failure is None:
-                continue
-            if rank and type(failure) in (ValueError, MemoryError):
-                raise type(failure)(f"rank {rank}: {failure}")
-            raise failure
-        return done  # type: ignore[return-value]  # T may itself be None
+        if self.group is None:
+            return act()
+        done, error = _attempt(act)
+        for rank, problem in enumerate(self.all_gather(portable(error))):
+            if problem is not None:
+                raise self.of_rank(problem, rank) from error
+        return cast(T, done)
+
+    def told_to_main(self, act: Callable[[], T]) -> list[T]:
+        """As :meth:`done_by_all`, but return all results by rank on rank 0, and [] on others."""
+        done = self.done_by_all(act)
+        if self.group is None:
+            return [done]
+        found: list[Any] | None = [None] * self._count if self.rank == 0 else None
+        with peer_errors(f"telling rank 0{self._why}"):
+            dist.gather_object(done, found, group=self.group, group_dst=0)
+        return found or []
+
+    def of_rank(self, error: BaseException, rank: int) -> BaseException:
+        """Return an error that all ranks raise, with the number of the rank on which it occurred.
+
+        Errors of the system name every rank, since each machine has its own disks; rank 0 is not
+        named in a ValueError or MemoryError, which all ranks may have alike.
+        """
+        if self.group is None:
+            return error
+        if isinstance(error, OSError):
+            text = f"rank {rank}: {error.strerror or error}"
+            return OSError(error.errno, text) if error.errno else OSError(text)
+        if rank and type(error) in (ValueError, MemoryError):
+            return type(error)(f"rank {rank}: {error}")
+        error.add_note(f"raised on rank {rank}")
+        return error
 
     def check_same_result(self, what: str, digest: str, *, replica: int | None = None) -> None:
         """Raise ValueError unless all ranks computed the same `digest` from the same input.
@@ -133,9 +189,25 @@ class HostCollectives:
         self.total([0.0])
 
     def _reduced(self, values: Sequence[float], how: Any, what: str) -> list[float]:
-        if self._group is None:
+        if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        with peer_errors(what):
-            dist.all_reduce(tensor, op=how, group=self._group)
+        with peer_errors(f"{what}{self._why}"):
+            dist.all_reduce(tensor, op=how, group=self.group)
         return [float(value) for value in tensor]
+
+
+def portable(error: BaseException | None) -> BaseException | None:
+    """Return ``error``, or a RuntimeError with its text if ``error`` cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except (Exception, KeyboardInterrupt) as error:  # the other ranks must not wait forever
+        return None, error

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,12 +66,11 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
             *_problems("model.from_hf", run.model.from_hf, lambda: check_weights(run)),
             *_problems("activations", activations, lambda: _check_plan(run)),
         ]
-    return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
-
-
-def _on_one_line(rule: str) -> str:
-    """Return the lines of ``rule`` joined to one line."""
-    return "; ".join(line.strip() for line in rule.splitlines()).replace(":; ", ": ")
+    lines = ("; ".join(map(str.strip, problem.rule.splitlines())) for problem in problems)
+    return [
+        replace(problem, rule=line.replace(":; ", ": "))
+        for problem, line in zip(problems, lines, strict=True)
+    ]
 
 
 def _input_problems(run: RunConfig) -> Iterator[Problem]:
@@ -200,7 +200,14 @@ def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) 
     elif checkpoint is not None:
         check_any(checkpoint)
     else:
-        _check_own_checkpoint(run)
+        try:
+            check_any(run.train.output)
+        except NoCheckpointError as error:
+            raise ValueError(
+                f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
+                f"{initial_weights(run)}, which the run starts from, write --initial (in Python "
+                "initial=True)"
+            ) from None
     open_evaluated(run)
     hardware_for(run.hardware)
 
@@ -210,28 +217,24 @@ def initial_weights(run: RunConfig) -> str:
     return run.model.from_hf or f"random weights of seed {run.train.seed}"
 
 
-def _check_own_checkpoint(run: RunConfig) -> None:
-    """Raise ValueError if the run has no checkpoint."""
-    try:
-        check_any(run.train.output)
-    except NoCheckpointError as error:
-        raise ValueError(
-            f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
-            f"{initial_weights(run)}, which the run starts from, write --initial (in Python "
-            "initial=True)"
-        ) from None
-
-
 # Data on the ranks
 
 
 def check_labels(training: TrainingData, *, steps: int) -> None:
-    """Raise ValueError if no step has a valid label; stops at the first step that has one."""
+    """Raise ValueError if no step has a valid label; stops at the first step that has one.
+
+    Documents of a single token have none, so a stream of these alone is not walked through.
+    """
     tokens = training.data
     if tokens.loss_mask is None and not training.isolate_documents:
         return
-    if any(map(training.has_labels, _places_of_steps(training, steps=steps))):
-        return
+    consumed, are_single = 0, tokens.num_documents >= tokens.num_tokens
+    for samples in islice(training.steps(), 0 if are_single else steps):
+        if training.has_labels(consumed):
+            return
+        consumed += len(samples)
+        if consumed >= training.num_samples:  # further epochs have the same samples
+            break
     fix = (
         "Prepare the data again, with a loss mask that is true for what is to be learnt"
         if tokens.loss_mask is not None
@@ -241,22 +244,6 @@ def check_labels(training: TrainingData, *, steps: int) -> None:
         f"{training.why_no_labels(0)}, and so it is in every step: there is nothing to learn "
         f"from. {fix}"
     )
-
-
-def _places_of_steps(training: TrainingData, *, steps: int) -> Iterator[int]:
-    """Yield the position at which each step of a run begins, for at most one epoch.
-
-    Yields nothing if every document is a single token, so that no sample has a label.
-    """
-    position = 0
-    for _ in range(steps):
-        if (
-            position >= training.num_samples
-            or training.data.num_documents >= training.data.num_tokens
-        ):
-            return
-        yield position
-        position += len(training.step_samples(position))
 
 
 def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:

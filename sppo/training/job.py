@@ -57,7 +57,7 @@ class Job:
         """Return the job of a process that trains alone."""
         mesh = alone()
         progress = RankProgress.create(None)
-        return cls(run, device, console, mesh, HostCollectives(mesh), progress)
+        return cls(run, device, console, mesh, HostCollectives(mesh.groups.world), progress)
 
     @property
     def failed_step_timeout_s(self) -> float | None:
@@ -108,7 +108,7 @@ def joined(
         allow_connections(shape.num_ranks)
         mesh = _connected(run, environment, shape=shape, device=device)
         try:
-            peers, local_ranks = HostCollectives(mesh), environment.local_world_size
+            peers, local_ranks = HostCollectives(mesh.groups.world), environment.local_world_size
             yield Job(run, device, console, mesh, peers, progress, local_ranks)
         except BaseException:
             if device.group_device is not None:
@@ -140,7 +140,7 @@ def _connected(
     try:
         connect(environment, timeout_s=timeout_s)
         mesh = Mesh(shape, rank=environment.rank, timeout_s=timeout_s, device=on_device)
-        HostCollectives(mesh).check_same({**versions, **_configuration(run)})
+        HostCollectives(mesh.groups.world).check_same({**versions, **_configuration(run)})
     except BaseException:
         end_without_shutdown()
         raise

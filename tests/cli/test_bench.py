@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench import disk, suite
-from sppo.bench.attention_grid import attention_grid
-from sppo.bench.gemm import GemmGrid
 from sppo.cli import bench_tables
 from sppo.hardware import this_machine
 from sppo.hardware.file import hardware_json, read_hardware
@@ -25,20 +23,13 @@ SUBJECTS = ("gemm", "attention", "elementwise", "messages", "pcie", "overlap")
 
 
 @pytest.fixture
-def shapes():
-    """The grids of what was asked for, in order."""
-    return []
-
-
-@pytest.fixture
-def measured(monkeypatch, shapes):
+def measured(monkeypatch):
     """What was asked of the benchmarks, which answer at once."""
     asked = []
 
     def measure(subjects, request, *, watcher):
         assert request.device == "cpu"
         asked.append((tuple(subjects), tuple(request.dtypes), request.quick))
-        shapes.append(request.grids)
         watcher.begin(subjects[0], total=1)
         watcher.advance()
         if len(subjects) > 1:
@@ -55,8 +46,9 @@ def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_real_measurement_is_read_back_by_plans():
-    text = succeed("bench", "gemm", "--quick", "dtype=fp32", "-o", "hardware.json")
+def test_a_real_measurement_is_read_back_by_plans(tmp_path):
+    write_run(tmp_path / "run.yaml")
+    text = succeed("bench", "gemm", "--quick", "--run", "run.yaml", "-o", "hardware.json")
     assert "written hardware.json" in text
     assert "hardware: {file: hardware.json}" in text
     spec = read_hardware_here()
@@ -81,9 +73,9 @@ def test_all_is_every_subject_in_every_precision(measured):
 
 
 def test_json_is_one_object_and_nothing_else(measured, tmp_path):
-    result = call("bench", "all", "--quick", "dtype=fp32, bf16,fp32", "--json")
+    result = call("bench", "all", "--quick", "--json")
     assert result.exit_code == 0
-    assert measured == [(SUBJECTS, ("fp32", "bf16"), True)]
+    assert measured == [(SUBJECTS, ("bf16", "fp32"), True)]
     report = json.loads(result.stdout)
     assert report["hardware"]["provenance"] == "measured"
     assert report["copies"][0]["planned"]["in_flight"] == 1
@@ -111,9 +103,6 @@ def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["dtype=fp64"], "'fp64' not one of bf16, fp32."),
-        (["dtype="], "None not one of bf16, fp32."),
-        (["head_sise=64"], "unknown key. Did you mean 'head_size'?"),
         (["-o", "absent/hardware.json"], "-o absent/hardware.json: there is no directory absent"),
         (["-o", "notes.txt"], "hardware file notes.txt: "),
         (["-o", "other.json"], "other.json describes 'h100' and this machine is "),
@@ -128,79 +117,6 @@ def test_bad_requests_are_refused_before_anything_is_measured(measured, tmp_path
     assert tree(tmp_path) == before
 
 
-def test_shapes_are_passed_on(measured, shapes):
-    succeed("bench", "gemm", "tokens=4Ki,512", "width=384")
-    assert shapes[-1].gemm == GemmGrid((512, 4096), (384,), fixed=True)
-    assert shapes[-1].attention == attention_grid("cpu", quick=False)
-    words = ["queries=2Ki, 256", "keys=8Ki", "heads=8/2,4", "head_size=96,32"]
-    succeed("bench", "all", "--quick", "dtype=fp32", *words, "backend=torch_blocks,cpu_flash")
-    asked = shapes[-1].attention
-    assert (asked.queries, asked.keys, asked.head_sizes) == ((256, 2048), (8192,), (32, 96))
-    assert asked.heads == ((8, 2), (4, 4))
-    assert asked.backends == ("torch_blocks", "cpu_flash")
-    assert asked.fixed
-    assert not shapes[-1].gemm.fixed
-    succeed("bench", "attention", "heads=8/2", "-o", "hardware.json")
-    assert shapes[-1].attention.queries == attention_grid("cpu", quick=False).queries
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["queries=0"], "queries 0 must be greater than or equal to 1"),
-        (["queries=1x"], "'1x' is not a size; write one such as 32Ki"),
-        (["keys=512"], "keys=512: fewer than 1Ki queries, which are the last of them; ask"),
-        (["heads=32/6"], "32 query heads cannot share 6 key-value heads evenly; write N/K"),
-        (["heads=8/4/2"], "write query/key-value heads, such as 32/8, or 32"),
-        (["head_size=1.5"], "1.5 is not a whole number"),
-        (["backend=cudn"], "Did you mean 'cudnn'?"),
-        (["backend=flash_attn_2"], "backend=flash_attn_2: runs on cuda, tensors are on cpu"),
-        (["tokens=1Ki"], "tokens: only sppo bench gemm and all use it"),
-        (
-            ["queries=1Ki,2Ki", "keys=4Ki", "-o", "a.json"],
-            "must be the same for all of queries=1Ki,2Ki; leave out keys",
-        ),
-        (
-            ["backend=torch_blocks", "-o", "a.json"],
-            "-o: a plan reads the rates of cpu_flash, which training takes for bf16",
-        ),
-    ],
-)
-def test_bad_shapes_are_refused_before_anything_is_measured(measured, tmp_path, words, message):
-    assert message in " ".join(refuse("bench", "attention", *words).split())
-    assert measured == []
-    assert tree(tmp_path) == {}
-
-
-def test_what_no_measured_subject_uses_is_refused(measured):
-    message = refuse("bench", "pcie", "head_size=64")
-    assert "head_size: only sppo bench attention and all use it; leave it out of" in message
-    message = refuse("bench", "attention", "--disk", "absent")
-    assert "--disk absent: only sppo bench pcie, overlap and all use it; leave it" in message
-    assert measured == []
-
-
-@pytest.mark.parametrize(
-    ("subject", "words", "message"),
-    [
-        (
-            "attention",
-            ["queries=1Gi", "keys=64Gi"],
-            "1024Mi queries at the end of 65536Mi",
-        ),
-        ("gemm", ["width=16Mi"], "4Ki tokens through a layer of width 16777216 take at least"),
-        ("all", ["tokens=16Gi"], "fp32, 16384Mi tokens through a layer of width 2048"),
-    ],
-)
-def test_shapes_beyond_the_memory_are_refused_before_anything_is_measured(
-    measured, subject, words, message
-):
-    said = refuse("bench", subject, *words, code=4)
-    assert message in said
-    assert "are free on the cpu: ask for smaller shapes" in said
-    assert measured == []
-
-
 def test_a_gpu_that_cannot_be_asked_what_it_is_is_refused(measured, monkeypatch):
     monkeypatch.setattr(suite, "device_to_measure", lambda: "cuda")
     monkeypatch.setattr(this_machine, "find_gpus", lambda: None)
@@ -212,7 +128,7 @@ def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     setups = []
 
     def measure(subjects, request, *, watcher):
-        setups.append(request.copying)
+        setups.append(request)
         return replace(NOTHING, copies=(DISK,), overlap=OVERLAP)
 
     monkeypatch.setattr(suite, "measure", measure)
@@ -227,8 +143,7 @@ def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     assert setups[1].layer.model.vocab_size == 32
     for words in ("write or read alone", "both at once: 0.00 GB/s out"):
         assert words in text
-    succeed("bench", "gemm")
-    assert setups[-1] is None
+    assert [setup.model for setup in setups] == [None, setups[1].layer.model, setups[2].layer.model]
 
 
 def test_no_room_on_the_disk_is_told_before_anything_is_measured(measured, monkeypatch):

@@ -224,11 +224,6 @@ class Stream(Worker):
         self.learn(self._runtime.host.clock)
         self._runtime.wait(self, event.clock, awaited=event.recorded_in)
 
-    def wait_stream(self, stream: Stream) -> None:
-        """Order later work after all work issued to ``stream``."""
-        self.learn(self._runtime.host.clock)
-        self._runtime.wait(self, stream.clock, awaited=stream.name)
-
     def synchronize(self) -> None:
         """Make the host wait for all work issued to the stream."""
         self._runtime.count_host_wait("Stream.synchronize")

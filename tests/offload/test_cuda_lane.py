@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,9 +70,6 @@ class StreamOfNow:
     def wait_event(self, event):
         event.synchronize()
 
-    def wait_stream(self, other):
-        """Return: the other one has run everything, too."""
-
 
 def runtime_without_a_gpu(*, register_fails=False):
     """What a lane asks of torch.cuda, on this process's memory: the bookkeeping is the same."""
@@ -130,9 +128,9 @@ class DeviceThatStandsStill:
     """Events of a device that no longer comes to any; whoever waits for them does so for ever."""
 
     def __init__(self, monkeypatch, runtime):
-        def for_ever(*_):
-            raise AssertionError("waits for a device that no longer answers")
-
+        for_ever = mock.Mock(
+            side_effect=AssertionError("waits for a device that no longer answers")
+        )
         monkeypatch.setattr(EventOfNow, "query", lambda event: False)
         monkeypatch.setattr(EventOfNow, "synchronize", for_ever)
         monkeypatch.setattr(StreamOfNow, "wait_event", lambda stream, event: None)
@@ -279,7 +277,10 @@ def test_the_runtime_forgets_an_error_that_was_told(monkeypatch):
     monkeypatch.setattr(page_lock.ctypes, "CDLL", library)
     monkeypatch.setattr(page_lock.torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda_lane, "_cuda", runtime_without_a_gpu(register_fails=True))
-    with pytest.raises(MemoryError):
+    refused = (
+        r"NVIDIA driver refuses to page-lock 4.0 KiB of .*in all \(out of memory\); offload less"
+    )
+    with pytest.raises(MemoryError, match=refused):
         CudaLane(torch.device("cpu")).host_memory("blocks", 4096)
     assert asked == ["libcudart.so.13", "asked"]
 
@@ -377,15 +378,6 @@ def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
     store.close()
 
 
-def test_memory_that_cannot_be_locked_is_said(monkeypatch):
-    monkeypatch.setattr(cuda_lane, "_cuda", runtime_without_a_gpu(register_fails=True))
-    refused = (
-        r"NVIDIA driver refuses to page-lock 4.0 KiB of .*in all \(out of memory\); offload less"
-    )
-    with pytest.raises(MemoryError, match=refused):
-        CudaLane(torch.device("cpu")).host_memory("blocks", 4096)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("lag", [0, 1, 5])
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -403,9 +395,7 @@ def test_a_step_given_up_leaves_the_streams_idle():
     class GiveUpError(Exception):
         pass
 
-    def give_up(key, tensors):
-        raise GiveUpError
-
+    give_up = mock.Mock(side_effect=GiveUpError)
     lane = CudaLane(torch.device("cuda", 0), delay_cycles=4_000_000)
     store = BlockStore(lane, debug=True)
     with pytest.raises(GiveUpError):
@@ -422,17 +412,3 @@ def test_host_memory_is_page_locked():
     assert memory.is_pinned()
     lane.close()
     assert not memory.is_pinned()
-
-
-@on_gpu
-def test_copies_cross_the_border_of_two_locked_chunks(monkeypatch):
-    monkeypatch.setattr(page_lock, "CHUNK_BYTES", page_lock.PIECE_BYTES)
-    lane = CudaLane(torch.device("cuda", 0))
-    size = 3 * page_lock.PIECE_BYTES
-    host = lane.host_memory("blocks", size)
-    sent = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
-    ring = torch.zeros_like(sent)
-    copied = lane.out([(host, sent)], after=[lane.computed([sent])])
-    lane.before_compute(lane.back([(ring, host)], after=[copied]))
-    assert torch.equal(ring, sent)
-    lane.close()

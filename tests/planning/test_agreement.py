@@ -126,9 +126,9 @@ def work(monkeypatch) -> Counter[str]:
         simulated_candidate.simulate_step,
     )
 
-    def with_memory(prices):
+    def with_memory(prices, **options):
         done["evaluated"] += 1
-        return evaluate(prices)
+        return evaluate(prices, **options)
 
     def simulate_step(schedule, *, costs):
         done["played"] += costs.forward_s.size

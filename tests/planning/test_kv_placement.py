@@ -46,7 +46,7 @@ def test_with_one_stage_on_a_rank_nobody_does_without_keys(kv):
     best = solve(asked, hardware=hardware_for(asked.hardware)).best
     assert best.candidate.schedule == "looped_bfs"
     placed = {"offload": "offloaded", "recompute": "recomputed"}[kv]
-    assert best.candidate.kv_of_stage(0) == placed
+    assert best.candidate.kv_of_stages[0] == placed
     assert best.costs.kv_offload_bytes.any() == (kv == "offload")
     assert best.costs.kv_recompute_s.any() == (kv == "recompute")
 
@@ -145,7 +145,7 @@ def test_some_stages_recompute_their_keys_where_no_one_placement_fits(mixed, tmp
     candidate = best.candidate
     assert (candidate.kv, candidate.virtual_stages) == ("offloaded", 16)
     assert 0 < candidate.kv_recomputed < 15
-    placed = [candidate.kv_of_stage(stage) for stage in range(16)]
+    placed = [candidate.kv_of_stages[stage] for stage in range(16)]
     recomputes = np.array(placed) == "recomputed"
     assert not best.placement.offloaded[recomputes].any()
     assert best.placement.offloaded[~recomputes, :, X_IN].any()

@@ -366,14 +366,19 @@ class Distributed:
             "all_gather_object", group, sent, lambda given: [given] * len(given), put, False
         )
 
-    def broadcast_object_list(self, box: list[Any], *, src: int, group: Group) -> None:
-        place, sent = group.ranks.index(src), pickle.dumps(list(box))
+    def broadcast_object_list(self, box: list[Any], *, group_src: int, group: Group) -> None:
+        sent = pickle.dumps(list(box))
 
         def put(values: bytes) -> None:
             box[:] = pickle.loads(values)
 
         self._collective(
-            "broadcast_object", group, sent, lambda given: [given[place]] * len(given), put, False
+            "broadcast_object",
+            group,
+            sent,
+            lambda given: [given[group_src]] * len(given),
+            put,
+            False,
         )
 
     def _collective(

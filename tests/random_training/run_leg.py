@@ -15,6 +15,7 @@ from sppo.activations.subsequence_placement import PlacementOf
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
+from sppo.cost.communicators import CommunicatorUse
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.streamed_gradients import StreamedGradients
@@ -88,11 +89,13 @@ class _Rank:
         mesh = alone()
         if leg.num_ranks > 1:
             mesh = Mesh(leg.mesh_shape(model), rank=rank, timeout_s=30.0).connect(
-                wraps=leg.virtual > 1,
-                cuts_units=leg.schedule == "sppo_msp",
-                ties_ends=model.tie_embeddings,
+                CommunicatorUse(
+                    wraps=leg.virtual > 1,
+                    cuts_units=leg.schedule == "sppo_msp",
+                    ties_ends=model.tie_embeddings,
+                )
             )
-        self._mesh, self._peers = mesh, HostCollectives(mesh)
+        self._mesh, self._peers = mesh, HostCollectives(mesh.groups.world)
         cpu = torch.device("cpu")
         links = PipelineLinks(mesh, device=cpu) if mesh.groups.edges else None
         msp_links = MspLinks(mesh, device=cpu) if leg.schedule == "sppo_msp" else None

@@ -18,7 +18,8 @@ from tests.training.whole_runs.test_parallel_runs import overrides, train_as
 
 
 def ranks_of(rank, count):
-    return HostCollectives(Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0))
+    mesh = Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0)
+    return HostCollectives(mesh.groups.world)
 
 
 def refusal(act):

@@ -1,7 +1,7 @@
 """Live sets of a layer on a rank that runs an MSP shard, besides those of a subsequence as long.
 
-* In forward, the keys and values of all shards are gathered, and outputs of the runs of tokens are
-  joined.
+* In forward, the keys and values of all shards are gathered. With Ulysses, the outputs of the runs
+  of tokens of its ranks are joined.
 * In backward, every rank forms gradients of the layer's K and V for the prefix and the unit. fp32
   gradients of parameters are being sent to the owner: at most two, while the next one is computed,
   or while the owner makes room for the sum of the next one.
@@ -25,7 +25,7 @@ from sppo.cost.parameters import layer_shapes
 BORROWED_LAYERS = 2
 """Layers whose weights a borrower holds at once: one in use, and the next one being received."""
 MOST_GRADIENTS_SENT = 2
-"""Parameters whose gradients are being sent at once, as in :mod:`sppo.engine.msp.weights`."""
+"""Parameters whose gradients are being sent at once, as in :mod:`sppo.engine.msp.gradients`."""
 
 Named = tuple[str, int]
 """Name of a point of a pass, and live bytes at this point."""
@@ -45,9 +45,16 @@ class ShardSizes:
     end_tokens: int
     borrowed_layers: int
 
+    def num_keys(self, s: TensorSizes) -> int:
+        """Return the number of keys that the unit's queries see in the layer that sees most."""
+        window = s.model.sliding_window
+        if window is None or s.model.sliding_window_first_layer > 0:
+            return self.end_tokens
+        return min(self.end_tokens, self.unit_tokens + window - 1)
+
     def kv_bytes(self, s: TensorSizes) -> int:
-        """Return the bytes of K and V of one layer up to the end of the unit."""
-        return 2 * s.pooled(self.end_tokens * s.key_row_bytes)
+        """Return the bytes of K and V of one layer that the unit's queries see."""
+        return 2 * s.pooled(self.num_keys(s) * s.key_row_bytes)
 
     def weights_bytes(self, s: TensorSizes) -> int:
         """Return the bytes of borrowed weights."""
@@ -75,8 +82,9 @@ def shard_forward(s: TensorSizes, shard: ShardSizes, live_sets: Iterable[Named])
     # Instead of the normed input: parts of V of the other shards, and K and V of the unit.
     gathered = (3 * shard.unit_tokens - s.tokens) * s.key_row_bytes
     yield "keys and values gathered", inputs + gathered
-    outputs = 2 * (s.query_bytes + s.lse_bytes)
-    yield "outputs of runs joined", inputs + outputs
+    if s.degree > 1:
+        outputs = 2 * (s.query_bytes + s.lse_bytes)
+        yield "outputs of runs joined", inputs + outputs
 
 
 def shard_backward(
@@ -91,7 +99,7 @@ def shard_backward(
     """
     beside = shard.weights_bytes(s) + min(1, shard.borrowed_layers) * shard.kv_bytes(s)
     row_bytes = s.key_row_bytes // s.element_bytes * ACCUMULATION_BYTES
-    key_gradients = 2 * s.pooled(shard.end_tokens * row_bytes)
+    key_gradients = 2 * s.pooled(shard.num_keys(s) * row_bytes)
     for name, live in live_sets:
         more = 0
         if name == "MLP backward":

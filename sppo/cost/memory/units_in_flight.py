@@ -71,8 +71,7 @@ class UnitsInFlight:
         """
         candidate, spans = self.candidate, self._walk.spans
         held = self._sequence_bytes(kv_tokens(candidate).kv)
-        stages = range(candidate.num_stages)
-        placed = np.array([candidate.kv_of_stage(stage) for stage in stages])[spans.stages]
+        placed = np.array(candidate.kv_of_stages)[spans.stages]
         stays, returns = placed == "retained", placed != "retained"
         back = np.where(placed == "offloaded", spans.return_begin, spans.first_backward)
         last = np.where(stays, spans.last_backward, spans.last_forward)

@@ -13,20 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sppo.engine.unit import Unit
+from sppo.engine.unit import Run, Unit
 from sppo.parallel.msp_exchange import MspExchange
-
-
-class Run(NamedTuple):
-    """Consecutive positions of a sequence, ``[start, end)``."""
-
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,7 @@ class MspShard(Unit):
 
     @property
     def first_token(self) -> int:
-        """Index of the shard's first token among this rank's tokens of the unit."""
+        """Index of the shard's first token among this rank's tokens of the whole unit."""
         return self.cuts[self.member][self.shard_index]
 
     @property
@@ -61,13 +53,21 @@ class MspShard(Unit):
         """Number of tokens of every shard on the rank with this rank's index (`member`)."""
         return tuple(end - begin for begin, end in pairwise(self.cuts[self.member]))
 
-    def runs(self, shard_index: int) -> tuple[Run, ...]:
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Positions of the shard in the sequence, one run per member."""
+        return self.runs_of(self.shard_index)
+
+    def runs_of(self, shard_index: int) -> tuple[Run, ...]:
         """Return the positions of shard ``shard_index`` in the sequence, one run per member."""
-        firsts = list(accumulate(self.whole.shard_tokens, initial=self.span.start))
         return tuple(
-            Run(first + cuts[shard_index], first + cuts[shard_index + 1])
-            for first, cuts in zip(firsts, self.cuts, strict=False)
+            Run(run.start + cuts[shard_index], run.start + cuts[shard_index + 1])
+            for run, cuts in zip(self.whole.runs, self.cuts, strict=True)
         )
+
+    def tokens_of(self, shard_index: int) -> int:
+        """Return the number of tokens of shard ``shard_index`` on all members."""
+        return sum(run.end - run.start for run in self.runs_of(shard_index))
 
     def take(self, whole_C: Tensor) -> Tensor:
         """Return a copy of this shard's rows ``[C_k, ...]`` of a tensor of the whole unit."""
@@ -85,7 +85,13 @@ class MspShard(Unit):
     def _rows(self, shard_index: int) -> list[slice]:
         """Return the rows of shard ``shard_index`` in the whole unit, one slice per run."""
         start = self.span.start
-        return [slice(run.start - start, run.end - start) for run in self.runs(shard_index)]
+        return [slice(run.start - start, run.end - start) for run in self.runs_of(shard_index)]
+
+
+def as_shard(unit: Unit) -> MspShard:
+    """Return ``unit``, which must be a shard."""
+    assert isinstance(unit, MspShard), "a whole unit has no peers"
+    return unit
 
 
 def cut_shard(

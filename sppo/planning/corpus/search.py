@@ -22,7 +22,7 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.planned_keys import planned_part
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
-from sppo.planning.search.candidates import counts_of_degrees
+from sppo.planning.search.candidates import candidates_of_degrees
 from sppo.planning.search.choices import Degrees, degrees_to_try
 from sppo.planning.search.division import Rejection, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -203,9 +203,10 @@ def _of_degrees(
         }
     )
     longest = run_of_longest_samples(own)
-    counts, problem = counts_of_degrees(longest, hardware=hardware, degrees=degrees)
-    if not counts:
-        return Rejection(degrees, problem)
+    try:
+        candidates_of_degrees(longest, hardware=hardware, degrees=degrees)
+    except ValueError as error:
+        return Rejection(degrees, str(error))
     found = evaluate_in_nearest_tiers(longest, hardware=hardware)
     if found.shortfall is None:
         return _with_closed_form(own, found, steps=steps)
@@ -227,7 +228,7 @@ def _with_closed_form(
 def _quick_planner(run: RunConfig, longest: EvaluatedCandidate) -> StepPlanner:
     """Return the planner of steps by the quick search."""
     candidate = longest.candidate
-    candidate = replace(candidate, kv=candidate.kv_of_stage(0))
+    candidate = replace(candidate, kv=candidate.kv_of_stages[0])
     part = planned_part(run_of_longest_samples(run))
     planner = planner_of_candidate(candidate, run=part, background_saves=run.checkpoint.async_save)
     return replace(planner, quick=True, levels=False)

@@ -47,7 +47,7 @@ def kv_mixes(candidate: Candidate, states: tuple[StageMemory, ...]) -> tuple[Can
     whole = inputs + kv_tier_bytes(replace(candidate, kv="offloaded")).max()
     for count in range(1, turns - 1):
         mixed = replace(candidate, kv="offloaded", kv_recomputed=count)
-        stays = [mixed.kv_of_stage(stage) == "recomputed" for stage in range(mixed.num_stages)]
+        stays = [kv == "recomputed" for kv in mixed.kv_of_stages]
         behind = np.where(stays, 0.0, whole * mixed.sequences)
         if (of_ranks(mixed, behind) <= room).all():
             counts = (number for number in (count, count + 1) if number < turns - 1)
@@ -111,9 +111,7 @@ def check_inputs_retained(candidate: Candidate, placement: ActivationPlacement) 
     Raises:
         ValueError: The policy offloads inputs of stages that recompute K and V.
     """
-    recomputes = [
-        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
-    ]
+    recomputes = [kv == "recomputed" for kv in candidate.kv_of_stages]
     if placement.offloaded[recomputes, :, X_IN].any():
         raise ValueError(
             f"activations.kv=recompute with activations.policy={candidate.policy}, which offloads "

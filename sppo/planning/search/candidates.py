@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import (
+    CHOSEN_UNITS,
+    CUT_UNIT,
     Degrees,
     activation_tiers,
     asked_schedule,
@@ -17,6 +19,7 @@ from sppo.planning.search.choices import (
     machine_asked_for,
     multiplexed_problem,
     places_kv,
+    step_units,
     subsequence_counts_to_try,
     subsequence_problem,
     units_problem,
@@ -32,9 +35,6 @@ OTHER_SCHEDULES = ("seq_zb_h1", "interleaved_seq1f1b", "sppo_msp")
 and with units cut over ranks (MSP)."""
 _NEITHER = {("seq_zb_h1", True), ("interleaved_seq1f1b", False)}
 """Schedules that there are not, with several stages on a rank and with one."""
-CUT_UNITS = 600
-"""Stages x units up to which units are cut over ranks (MSP): such programs take long to make, and
-long pipelines that are full gain little."""
 _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
     "auto": None,
     "retain": "retained",
@@ -43,88 +43,51 @@ _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
 }
 
 
-def counts_of_degrees(
-    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int] = ()
-) -> tuple[tuple[int, ...], str]:
-    """Return the numbers of subsequences with enough tokens for all ranks and not too many units.
-
-    Args:
-        run: Validated run configuration.
-        hardware: Description of the machine.
-        degrees: Degrees of parallelism.
-        counts: Numbers of subsequences to check; () for all worth trying.
-
-    Returns:
-        The numbers of subsequences that work, and the reason why the last other one does not.
-
-    Raises:
-        ValueError: There are more subsequences than tokens.
-    """
-    workload = workload_of(run, hardware=hardware, degrees=degrees)
-    virtual_stages = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)[0]
-    found, problem = [], ""
-    for count in counts or subsequence_counts_to_try(run, hardware=hardware):
-        refused = units_problem(
-            run, num_subsequences=count, degrees=degrees, virtual_stages=virtual_stages
-        )
-        if refused is None:
-            lengths = cut_sequence(
-                run,
-                num_subsequences=count,
-                workload=workload,
-                num_stages=degrees.pipeline_parallel,
-            )
-            refused = subsequence_problem(
-                run, lengths=lengths, degrees=degrees, uses_msp=uses_msp(run)
-            )
-        if refused is None:
-            found.append(count)
-        else:
-            problem = refused
-    return tuple(found), problem
-
-
-def counts_within_limit(
-    run: RunConfig, *, counts: Sequence[int], degrees: Degrees, virtual_stages: int
-) -> tuple[int, ...]:
-    """Return the values among `counts` with which a step has not too many units, ascending."""
-    return tuple(
-        count
-        for count in counts
-        if units_problem(
-            run, num_subsequences=count, degrees=degrees, virtual_stages=virtual_stages
-        )
-        is None
-    )
-
-
 def candidates_of_degrees(
     run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees
 ) -> list[Candidate]:
     """Return the candidates with the given degrees, by virtual stages and N, ascending.
 
-    If the run leaves the schedule open, these are in the plain order.
+    If the run leaves the schedule open, these are in the plain order. Steps of more than
+    `CHOSEN_UNITS` are left out, unless all have as many.
 
     Raises:
         ValueError: Subsequences have fewer tokens than ranks need, or a step has too many units,
             for every N.
     """
-    counts, problem = counts_of_degrees(run, hardware=hardware, degrees=degrees)
-    if not counts:
+    workload = workload_of(run, hardware=hardware, degrees=degrees)
+    counts = subsequence_counts_to_try(
+        run, hardware=hardware, sequence_parallel=degrees.sequence_parallel
+    )
+    found: list[Candidate] = []
+    problem: str | None = None
+    cuts: dict[int, tuple[int, ...]] = {}
+    stages = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
+    for virtual, count in product(stages, counts):
+        size = {"num_subsequences": count, "virtual_stages": virtual}
+        if found and step_units(run, degrees=degrees, **size) > CHOSEN_UNITS:
+            continue
+        refused = units_problem(run, degrees=degrees, **size)
+        if refused is None:
+            if count not in cuts:
+                cuts[count] = cut_sequence(
+                    run,
+                    num_subsequences=count,
+                    workload=workload,
+                    num_stages=degrees.pipeline_parallel,
+                )
+            refused = subsequence_problem(
+                run, lengths=cuts[count], degrees=degrees, uses_msp=uses_msp(run)
+            )
+        if refused is not None:
+            problem = problem or refused
+            continue
+        found.append(
+            candidate_of(run, workload, degrees, lengths=cuts[count], virtual_stages=virtual)
+        )
+    if not found:
         raise ValueError(problem)
-    return [
-        candidate_of_subsequences(
-            run,
-            hardware=hardware,
-            degrees=degrees,
-            num_subsequences=count,
-            virtual_stages=virtual,
-        )
-        for virtual in virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
-        for count in counts_within_limit(
-            run, counts=counts, degrees=degrees, virtual_stages=virtual
-        )
-    ]
+    return found
 
 
 def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candidate | None:
@@ -139,15 +102,18 @@ def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candid
         schedule: One of `OTHER_SCHEDULES`.
     """
     units = candidate.num_stages * len(candidate.lengths) * candidate.sequences
-    is_open = asked_schedule(run) == "auto" and not places_kv(run)
-    if not is_open or candidate.pipeline_parallel_degree == 1:
+    asked = asked_schedule(run)
+    is_open = asked == "auto" or asked == schedule == "sppo_msp"
+    if not is_open or places_kv(run) or candidate.pipeline_parallel_degree == 1:
         return None
     if (schedule, candidate.virtual_stages > 1) in _NEITHER:
         return None
     streams = candidate.state.streams_weights or candidate.state.streams_gradients
     if streams and schedule != "interleaved_seq1f1b":
         return None
-    if schedule == "sppo_msp" and (units > CUT_UNITS or not _may_share(run, candidate)):
+    if schedule == "sppo_msp" and (
+        CUT_UNIT * units > CHOSEN_UNITS or not _may_share(run, candidate)
+    ):
         return None
     return replace(candidate, schedule=schedule, kv="retained")
 
@@ -155,7 +121,7 @@ def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candid
 def _may_share(run: RunConfig, candidate: Candidate) -> bool:
     """Return whether training could shard the units of a candidate over pipeline ranks (MSP)."""
     degrees, lengths = Degrees.of_candidate(candidate), candidate.lengths
-    return run.parallel.multiplexed == "auto" and not (
+    return run.parallel.multiplexed != "off" and not (
         multiplexed_problem(run, degrees=degrees)
         or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=True)
     )

@@ -19,15 +19,21 @@ from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Tier
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
-from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.units import counted
 
 SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}
-"""Least and most mean tokens of a subsequence worth trying, by device kind. The range for GPUs is
-the SPPO paper's sweet spot: below 2K kernels are too small, above 16K nothing is gained."""
-MOST_UNITS = 1 << 18
+"""Least mean tokens of a subsequence worth trying, and the mean tokens on each of its ranks above
+which little is gained, by device kind. The range for GPUs is the SPPO paper's sweet spot: below 2K
+kernels are too small, above 16K nothing is gained."""
+MOST_UNITS = 1 << 16
 """Most units (stages x subsequences x sequences) of a step of one replica: each is planned and
 simulated by itself, in about 0.05 ms."""
+CHOSEN_UNITS = 1 << 14
+"""Most units of a step if there is a choice, since many steps are then planned: larger ones are
+only tried if every choice makes as many, and of these only the first."""
+CUT_UNIT = 16
+"""Units as which one counts that may be cut over ranks (MSP): its program takes longer to make."""
 _MANTISSAS = (4, 5, 6, 7)
 _MOST_VIRTUAL_STAGES = 4
 """How many numbers of stages on a rank, other than one, are tried at most."""
@@ -297,10 +303,17 @@ def degrees_to_try(
     return possible, refused
 
 
-def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
+def subsequence_counts_to_try(
+    run: RunConfig, *, hardware: HardwareSpec, sequence_parallel: int = 1
+) -> tuple[int, ...]:
     """Return the values of N (num_subsequences) worth trying, ascending.
 
-    Unless the run fixes N, these are quarter steps between powers of two.
+    Unless the run fixes N, these are quarter steps between powers of two, and 1, 2 and 4.
+
+    Args:
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        sequence_parallel: Ranks that share each subsequence.
     """
     sequence = run.sequence
     if sequence.boundaries is not None:
@@ -310,26 +323,49 @@ def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tupl
     if run.parallel.schedule in WHOLE_SEQUENCES:
         return (1,)
     shortest, longest = SUBSEQUENCE_TOKENS[hardware.device.kind]
-    fewest = min(MOST_SUBSEQUENCES, ceil(sequence.length / longest))
+    fewest = min(MOST_SUBSEQUENCES, ceil(sequence.length / (longest * sequence_parallel)))
     most = min(MOST_SUBSEQUENCES, max(1, sequence.length // shortest))
     steps = {m << k for k in range(20) for m in _MANTISSAS} | {1, 2, 3}
     chosen = {n for n in steps if fewest <= n <= most}
-    return tuple(sorted(chosen | {min(fewest, most)}))
+    # Kernels of small models take hardly longer for more tokens.
+    few = {n for n in (1, 2, 4) if n <= most}
+    return tuple(sorted(chosen | few | {min(fewest, most)}))
+
+
+def exceeds_sweet_spot(candidate: Candidate) -> bool:
+    """Return whether ranks have more tokens of a subsequence than are known to gain anything."""
+    workload = candidate.workload
+    _, longest = SUBSEQUENCE_TOKENS[workload.hardware.device.kind]
+    shards = len(candidate.lengths) * workload.sequence_parallel_degree
+    return sum(candidate.lengths) > longest * shards
+
+
+def step_units(
+    run: RunConfig, *, num_subsequences: int, degrees: Degrees, virtual_stages: int
+) -> int:
+    """Return the units of a step of one replica, each as often as it counts (`CUT_UNIT`)."""
+    sequences = max(1, run.train.sequences_per_step // degrees.data_parallel)
+    stages = degrees.pipeline_parallel * virtual_stages
+    may_be_cut = uses_msp(run) and degrees.pipeline_parallel > 1
+    return sequences * num_subsequences * stages * (CUT_UNIT if may_be_cut else 1)
 
 
 def units_problem(
     run: RunConfig, *, num_subsequences: int, degrees: Degrees, virtual_stages: int
 ) -> str | None:
     """Return a message if a step of one replica has more than `MOST_UNITS` units; else None."""
+    counts = {"num_subsequences": num_subsequences, "virtual_stages": virtual_stages}
+    if step_units(run, degrees=degrees, **counts) <= MOST_UNITS:
+        return None
     sequences = max(1, run.train.sequences_per_step // degrees.data_parallel)
     stages = degrees.pipeline_parallel * virtual_stages
-    units = sequences * num_subsequences * stages
-    if units <= MOST_UNITS:
-        return None
+    units, most, cut = sequences * num_subsequences * stages, MOST_UNITS, ""
+    if uses_msp(run) and degrees.pipeline_parallel > 1:
+        most, cut = MOST_UNITS // CUT_UNIT, " if they may be cut over pipeline ranks (MSP)"
     return (
         f"a step of {counted(sequences, 'sequence')} x {counted(num_subsequences, 'subsequence')} "
-        f"x {counted(stages, 'stage')} has {units} units, more than the {MOST_UNITS} that are "
-        "planned: lower train.sequences_per_step, sequence.num_subsequences or "
+        f"x {counted(stages, 'stage')} has {units} units, more than the {most} that are planned"
+        f"{cut}: lower train.sequences_per_step, sequence.num_subsequences or "
         "parallel.virtual_stages, or raise parallel.data_parallel_degree"
     )
 
@@ -343,7 +379,7 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
     asked = run.parallel.virtual_stages
     if asked != "auto":
         return (asked,)
-    if asked_schedule(run) not in ("auto", LOOPED):
+    if asked_schedule(run) not in ("auto", *WITH_VIRTUAL_STAGES):
         return (1,)
     several = divisors(run.model.num_layers // num_ranks)[1:]
     last, steps = len(several) - 1, _MOST_VIRTUAL_STAGES - 1

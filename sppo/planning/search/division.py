@@ -20,7 +20,7 @@ from sppo.planning.search.candidates import (
     candidates_of_degrees,
     with_schedule,
 )
-from sppo.planning.search.choices import Degrees, degrees_to_try
+from sppo.planning.search.choices import Degrees, degrees_to_try, exceeds_sweet_spot, uses_msp
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.memory_bounds import least_shortfall, may_fit
@@ -30,9 +30,9 @@ from sppo.planning.search.step_prices import least_seconds
 from sppo.schedule.orders.names import LOOPED
 
 WORTH_IT = 0.99
-"""Fraction of the step time at or below which several stages on a rank, or another schedule, are
-preferred. Predictions are not exact enough for smaller gains to count, and simpler programs are
-better to run."""
+"""Fraction of the step time at or below which several stages on a rank, longer subsequences than
+usual, or another schedule, are preferred. Predictions are not exact enough for smaller gains to
+count, and simpler programs are better to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,10 @@ class Division:
 
     def __init__(self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> None:
         self.degrees, self._run = degrees, run
-        self._plain = candidates_of_degrees(run, hardware=hardware, degrees=degrees)
+        plain = candidates_of_degrees(run, hardware=hardware, degrees=degrees)
+        # Programs that cut units (MSP) take long to make: the plain order shows where to begin.
+        self._cuts = uses_msp(run) and degrees.pipeline_parallel > 1
+        self._plain = [replace(one, schedule=one.order) for one in plain] if self._cuts else plain
         self._counts = _few({len(one.lengths) for one in self._plain})
         few = [one for one in self._plain if len(one.lengths) in self._counts]
         self._few = [(least_seconds(candidate), candidate) for candidate in few]
@@ -102,14 +105,15 @@ class Division:
         if not self.may_fit:
             return self.nearest
         best = self._fastest(self._few)
-        if best.shortfall is not None:
-            return best
+        if best is None:
+            tried = [] if self._cuts else [*self._evaluated.values()]
+            return min([self.nearest, *tried], key=_short_bytes)
         around = [
             (bound_s, one)
             for one in self._between(best)
             if (bound_s := least_seconds(one)) <= below
         ]
-        return self._in_best_schedule(self._fastest(around, best), below=below)
+        return self._in_best_schedule(self._fastest(around, best) or best, below=below)
 
     def _between(self, best: EvaluatedCandidate) -> list[Candidate]:
         """Return the candidates between the one of the few N that is best and its neighbours."""
@@ -127,14 +131,13 @@ class Division:
         self,
         candidates: Sequence[tuple[float, Candidate]],
         best: EvaluatedCandidate | None = None,
-    ) -> EvaluatedCandidate:
-        """Return the best candidate that fits, simulated; if none does, the nearest to fitting.
+    ) -> EvaluatedCandidate | None:
+        """Return the best candidate that fits, simulated; None if none does.
 
         Args:
             candidates: Candidates to try, with lower bounds of their step times.
             best: Best candidate so far.
         """
-        lacking = []
         for bound_s, candidate in sorted(candidates, key=lambda one: one[0] * _handicap(one[1])):
             if best is not None and bound_s * _handicap(candidate) > _handicapped_s(best):
                 break
@@ -146,9 +149,7 @@ class Division:
                 best = found if best is None else min(best, found, key=_handicapped_s)
             elif best is None and self._lacks_device_memory:
                 break
-            else:
-                lacking.append(found)
-        return best or min((*lacking, self.nearest), key=_short_bytes)
+        return best
 
     def _in_best_schedule(self, plain: EvaluatedCandidate, *, below: float) -> EvaluatedCandidate:
         """Return a candidate in the plain order, or with another schedule that saves 1 % or more.
@@ -157,30 +158,50 @@ class Division:
             plain: Simulated candidate in the plain order.
             below: Step time in seconds; surely slower schedules are not tried.
         """
-        candidate, best = plain.candidate, plain
-        most_s = min(plain.step_s * WORTH_IT, below)
-        for virtual in sorted({1, candidate.virtual_stages}):
+        best = None if self._cuts else plain
+        most_s = inf if self._cuts else min(plain.step_s * WORTH_IT, below)
+        for virtual in sorted({1, plain.candidate.virtual_stages}):
+            count = len(plain.candidate.lengths)
+            if plain.candidate.kv != "retained":
+                count = max(count, self._fastest_retained(virtual))
             for schedule in OTHER_SCHEDULES:
-                found = self._in_schedule(schedule, virtual, len(candidate.lengths), below=most_s)
+                found = self._in_schedule(schedule, virtual, count, best, below=most_s)
                 if found is not None and found.step_s <= most_s:
                     best, most_s = found, found.step_s
-        return best
+        return best or self.nearest
+
+    def _fastest_retained(self, virtual_stages: int) -> int:
+        """Return the one of the few N that is fastest with everything retained; 0 if there is none.
+
+        Other schedules than the plain order retain K and V, and where these leave the device, other
+        N are fastest.
+        """
+        alike = (one for one in self._few if one[1].virtual_stages == virtual_stages)
+        _, fastest = min(alike, key=lambda one: one[0], default=(inf, None))
+        return 0 if fastest is None else len(fastest.lengths)
 
     def _in_schedule(
-        self, schedule: str, virtual_stages: int, most: int, *, below: float
+        self,
+        schedule: str,
+        virtual_stages: int,
+        most: int,
+        best: EvaluatedCandidate | None,
+        *,
+        below: float,
     ) -> EvaluatedCandidate | None:
-        """Return the fastest candidate with another schedule, simulated; None if none is tried.
+        """Return the best candidate so far, or one with another schedule that is faster, simulated.
 
         With smaller bubbles, fewer subsequences may be faster than in the plain order: from `most`,
         N is halved as long as the step becomes shorter. Those with a bound above `below` are left
         out.
         """
-        best = None
         alike = [one for one in self._plain if one.virtual_stages == virtual_stages]
         for turn in range(most.bit_length() if alike else 0):
             near = min(alike, key=lambda one: abs(len(one.lengths) - (most >> turn)))
             other = with_schedule(self._run, near, schedule)
-            if other is None or least_seconds(other) > below:
+            if other is None:
+                break
+            if least_seconds(other) > below:
                 continue
             found = self._evaluate(other) if may_fit(other) else None
             if found is None or found.shortfall is not None:
@@ -212,7 +233,7 @@ class Division:
         for candidate in self._likeliest:
             found.append(self._evaluate(candidate))
             if found[-1].shortfall is None:
-                break
+                return simulate_candidate(found[-1])
         return min(found, key=_short_bytes)
 
     @cached_property
@@ -227,7 +248,8 @@ class Division:
         some = self._plain if every_n else last.values()
         ends = (min(last), max(last))
         likely = [one for one in some if one.virtual_stages in ends]
-        return sorted(likely, key=lambda one: (one.virtual_stages, len(one.lengths)), reverse=True)
+        likely.sort(key=lambda one: (one.virtual_stages, len(one.lengths)), reverse=True)
+        return [replace(one, schedule="sppo_msp") for one in likely] if self._cuts else likely
 
     @property
     def _lacks_device_memory(self) -> bool:
@@ -240,15 +262,10 @@ class Division:
         cuts = self.nearest.candidate.schedule == "sppo_msp"
         return short is not None and short.place == "device" and not cuts
 
-    def rejection(self, *, exact: bool) -> Rejection:
-        """Return why no candidate fits.
-
-        Args:
-            exact: Whether to evaluate a division that cannot fit under any placement of
-                activations, or to give a lower bound of what it lacks, which takes less time.
-        """
-        if exact or self.may_fit:
-            return rejection_of(self.best())
+    def least_rejection(self) -> Rejection | None:
+        """Return a lower bound of what is lacking, which takes little time; None if any may fit."""
+        if self.may_fit:
+            return None
         bounds = ((one, least_shortfall(one)) for one in self._likeliest)
         short = [(one, shortfall) for one, shortfall in bounds if shortfall is not None]
         candidate, shortfall = min(short, key=lambda one: one[1].short_bytes)
@@ -321,10 +338,10 @@ def _few(counts: Collection[int]) -> list[int]:
 
 
 def _handicap(candidate: Candidate) -> float:
-    """Return the factor by which a candidate must be faster than a simpler program, 1 or more."""
+    """Return the factor by which a candidate must be faster than one that is better known."""
     several = candidate.virtual_stages > 1
     other = candidate.schedule not in ("sppo", LOOPED)
-    return WORTH_IT ** -(several + other)
+    return WORTH_IT ** -(several + other + exceeds_sweet_spot(candidate))
 
 
 def _handicapped_s(evaluated: EvaluatedCandidate) -> float:

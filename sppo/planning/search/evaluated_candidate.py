@@ -95,7 +95,7 @@ class EvaluatedCandidate:
     @property
     def kv(self) -> KVPlacement:
         """Placement of K and V on the first stage; the last stage of each rank retains them."""
-        return self.candidate.kv_of_stage(0)
+        return self.candidate.kv_of_stages[0]
 
     @property
     def short_bytes(self) -> int:
@@ -110,14 +110,14 @@ class EvaluatedCandidate:
         return "retain"
 
 
-def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> EvaluatedCandidate:
-    """Return an evaluated candidate with its memory under a program that cuts units (MSP).
+def with_program(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return an evaluated candidate with its memory under its program, which cuts units (MSP).
 
     Args:
         evaluated: Evaluated candidate, with the memory of ranks that run their own units whole.
-        program: Program of a step, without messages.
     """
     candidate = evaluated.candidate
+    program = candidate.program(evaluated.costs, messages=False)
     memory = with_msp(
         evaluated.memory, candidate=candidate, placement=evaluated.placement, schedule=program
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
+from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import StageSeconds, stage_seconds
 from sppo.planning.search.candidate_checks import (
@@ -28,6 +30,9 @@ from sppo.planning.search.placement_choice import place
 from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.shortfall import find_shortfall
 from sppo.planning.search.step_prices import StepPrices
+
+_ATTEMPTS = 3
+"""Most programs of a candidate that are made, each with less memory for activations."""
 
 
 def evaluate_candidate(
@@ -48,16 +53,61 @@ def evaluate_candidate(
         return _best_of_kv(candidate, seconds=seconds)
     check_kv(candidate)
     check_state(candidate)
+    found = _with_whole_units(candidate, seconds=seconds)
+    check_inputs_retained(candidate, found.placement)
+    if candidate.schedule != "sppo_msp":
+        return found
+    return fitted_to_program(
+        found,
+        with_program=with_program,
+        evaluate=lambda less: _with_whole_units(less, seconds=seconds),
+    )
+
+
+def _with_whole_units(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
+    """Place the activations of a candidate whose ranks run their own units whole."""
     units = UnitsInFlight(candidate)
+    states = memory_without_activations(candidate)
     inputs = policy_inputs(
         candidate,
         seconds=seconds,
         in_flight=_most_tokens_in_flight(candidate, units),
         units=units,
-        states=memory_without_activations(candidate),
+        states=states,
     )
-    found = place(candidate, seconds=seconds, inputs=inputs, evaluate=_with_memory)
-    check_inputs_retained(candidate, found.placement)
+    evaluate = partial(_with_memory, states=states, units=units)
+    return place(candidate, seconds=seconds, inputs=inputs, evaluate=evaluate)
+
+
+def fitted_to_program(
+    evaluated: EvaluatedCandidate,
+    *,
+    with_program: Callable[[EvaluatedCandidate], EvaluatedCandidate],
+    evaluate: Callable[[Candidate], EvaluatedCandidate],
+) -> EvaluatedCandidate:
+    """Return a candidate with the memory of its program, evaluated again while it does not fit.
+
+    Only a program shows what is held at once where units are cut, or messages wait. Each time the
+    candidate has as much less memory for its activations. If it never fits, it is returned with
+    what it lacks.
+
+    Args:
+        evaluated: Candidate with its memory without a program.
+        with_program: Function that returns it with the memory of its program.
+        evaluate: Function that evaluates the candidate with less memory, without a program.
+    """
+    before = spare = evaluated.candidate.spare_bytes
+    for _ in range(_ATTEMPTS):
+        own = replace(evaluated.candidate, spare_bytes=before)
+        found = with_program(replace(evaluated, candidate=own))
+        if found.shortfall is None or evaluated.shortfall is not None:
+            break
+        added = max(
+            after.device.total_bytes - without.device.total_bytes
+            for without, after in zip(evaluated.memory, found.memory, strict=True)
+        )
+        spare = max(spare + found.shortfall.short_bytes * 5 // 4, before + added)
+        evaluated = evaluate(replace(own, spare_bytes=spare))
     return found
 
 
@@ -107,23 +157,21 @@ def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> 
         candidate: Candidate to evaluate.
         placement: Placement of the activations of the candidate's stages and subsequences.
     """
-    return _with_memory(StepPrices(candidate, stage_seconds(candidate), placement))
-
-
-def _with_memory(prices: StepPrices) -> EvaluatedCandidate:
-    """Return a priced candidate with its memory, under MSP that of its program."""
-    candidate = prices.candidate
-    memory = with_placement(
-        memory_without_activations(candidate),
-        candidate=candidate,
-        placement=prices.placement,
+    found = _with_memory(
+        StepPrices(candidate, stage_seconds(candidate), placement),
+        states=memory_without_activations(candidate),
         units=UnitsInFlight(candidate),
     )
-    found = EvaluatedCandidate(candidate, prices, memory, find_shortfall(candidate, memory))
-    if candidate.schedule != "sppo_msp":
-        return found
-    program = candidate.program(found.costs, messages=False)
-    return with_program(found, program=program)
+    return with_program(found) if candidate.schedule == "sppo_msp" else found
+
+
+def _with_memory(
+    prices: StepPrices, *, states: tuple[StageMemory, ...], units: UnitsInFlight
+) -> EvaluatedCandidate:
+    """Return a priced candidate with its memory if ranks run their own units whole."""
+    candidate = prices.candidate
+    memory = with_placement(states, candidate=candidate, placement=prices.placement, units=units)
+    return EvaluatedCandidate(candidate, prices, memory, find_shortfall(candidate, memory))
 
 
 def _most_tokens_in_flight(candidate: Candidate, units: UnitsInFlight) -> Counts:

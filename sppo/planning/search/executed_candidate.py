@@ -7,11 +7,9 @@ from dataclasses import replace
 from sppo.cost.candidate import Candidate
 from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_executed_program
-from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate, fitted_to_program
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
-_ATTEMPTS = 3
-"""Most times that a candidate is evaluated again, with less memory for its activations."""
 _BISECTIONS = 3
 """Number of limits tried: the host memory is the least to an eighth of what the fastest takes."""
 
@@ -19,32 +17,22 @@ _BISECTIONS = 3
 def as_executed(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return a candidate that fits as it is executed, simulated.
 
-    Its activations take less host memory if that costs up to 1 % of the step. Only the program
-    shows how many messages are held at once. If that is too much memory, the candidate is evaluated
-    again with as much less memory for its activations; if it does not fit then either, it is
-    returned with what it lacks. A candidate that does not fit is returned unchanged.
+    Its activations take less host memory if that costs up to 1 % of the step. A candidate that
+    does not fit is returned unchanged.
     """
-    found, before = evaluated, evaluated.candidate.spare_bytes
-    spare = before
-    for _ in range(_ATTEMPTS):
-        if evaluated.shortfall is not None:
-            break
-        best = with_less_host_memory(simulate_candidate(evaluated))
-        candidate = replace(best.candidate, spare_bytes=before)
-        found = with_executed_program(replace(best, candidate=candidate))
-        if found.shortfall is None:
-            break
-        more = _most_added(best, found)
-        spare = max(spare + found.shortfall.short_bytes * 5 // 4, before + more)
-        evaluated = evaluate_candidate(replace(evaluated.candidate, spare_bytes=spare))
-    return found
 
+    def evaluate(candidate: Candidate) -> EvaluatedCandidate:
+        found = evaluate_candidate(candidate)
+        if found.shortfall is not None:
+            return found
+        return with_less_host_memory(simulate_candidate(found))
 
-def _most_added(evaluated: EvaluatedCandidate, executed: EvaluatedCandidate) -> int:
-    """Return the most bytes by which the executed program of a candidate raises a rank's memory."""
-    return max(
-        after.device.total_bytes - before.device.total_bytes
-        for before, after in zip(evaluated.memory, executed.memory, strict=True)
+    if evaluated.shortfall is not None:
+        return evaluated
+    return fitted_to_program(
+        with_less_host_memory(simulate_candidate(evaluated)),
+        with_program=with_executed_program,
+        evaluate=evaluate,
     )
 
 

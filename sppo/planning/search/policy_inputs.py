@@ -83,7 +83,7 @@ def _may_offload(candidate: Candidate) -> npt.NDArray[np.bool_]:
         return np.ones(len(stages), dtype=np.bool_)
     if candidate.kv == "recomputed":
         return np.zeros(len(stages), dtype=np.bool_)
-    return np.array([candidate.kv_of_stage(stage) != "recomputed" for stage in stages])
+    return np.array([kv != "recomputed" for kv in candidate.kv_of_stages])
 
 
 def tier_room_bytes(candidate: Candidate, states: tuple[StageMemory, ...]) -> Table:

@@ -31,7 +31,8 @@ class Solution:
         best: Recommended candidate; None if nothing fits.
         runners_up: Next best candidates with other degrees, best first.
         by_num_subsequences: Candidates with the best degrees for every N that fits, by N.
-        rejected: Degrees that do not fit or cannot work.
+        rejected: Degrees that do not fit or cannot work. What is slower than the runners-up anyway
+            is only rejected if no placement of activations can fit.
     """
 
     run: RunConfig
@@ -48,22 +49,18 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    divisions, refused, leaders = _leaders(run, hardware=hardware, count=1 + RUNNERS_UP)
-    fitting, lacking = _executed(leaders)
-    leading = [leader.degrees for leader in leaders]
+    found = _search(run, hardware=hardware, count=1 + RUNNERS_UP)
+    fitting, lacking = _executed(found.leaders)
+    slower = (division.least_rejection() for division in found.slower)
     rejected = (
-        *refused,
-        *(
-            division.rejection(exact=not fitting)
-            for division in divisions
-            if division.degrees not in leading and not division.fits
-        ),
+        *found.rejected,
+        *(rejection for rejection in slower if rejection is not None),
         *map(rejection_of, lacking),
     )
     if not fitting:
         return Solution(run, hardware, None, (), (), rejected)
-    best, *others = *fitting, *leaders[len(fitting) + len(lacking) :]
-    (chosen,) = (division for division in divisions if division.degrees == best.degrees)
+    best, *others = *fitting, *found.leaders[len(fitting) + len(lacking) :]
+    (chosen,) = (division for division in found.searched if division.degrees == best.degrees)
     return Solution(
         run,
         hardware,
@@ -83,13 +80,11 @@ def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate |
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    divisions, _, leaders = _leaders(run, hardware=hardware, count=1 + RUNNERS_UP)
-    fitting, lacking = _executed(leaders)
+    found = _search(run, hardware=hardware, count=1 + RUNNERS_UP)
+    fitting, lacking = _executed(found.leaders)
     if fitting:
         return fitting[0]
-    leading = [leader.degrees for leader in leaders]
-    others = (one.rejection(exact=True) for one in divisions if one.degrees not in leading)
-    return nearest_rejection((*others, *map(rejection_of, lacking)))
+    return nearest_rejection((*found.rejected, *map(rejection_of, lacking)))
 
 
 def quick_best(
@@ -106,34 +101,57 @@ def quick_best(
         below: Step time in seconds; None, too, if every candidate surely takes longer.
     """
     try:
-        _, _, leaders = _leaders(run, hardware=hardware, count=1, below=below)
+        leaders = _search(run, hardware=hardware, count=1, below=below).leaders
     except ValueError:
         return None
     return leaders[0] if leaders else None
 
 
-def _leaders(
-    run: RunConfig, *, hardware: HardwareSpec, count: int, below: float = inf
-) -> tuple[list[Division], list[Rejection], list[EvaluatedCandidate]]:
-    """Find the best candidates of the fastest divisions, in the nearest tiers in which any fits.
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What a search has found.
 
-    Returns:
-        The divisions of the devices that can work, the rejections of those that cannot, and the
-        best candidates of at least `count` divisions if as many fit, fastest first.
+    Attributes:
+        leaders: Best candidates of the divisions of the devices that were searched and fit,
+            fastest first.
+        searched: Divisions that were searched.
+        slower: Divisions that were not, because they are slower than the leaders.
+        rejected: Degrees that cannot work, and those that were searched and do not fit.
+    """
+
+    leaders: list[EvaluatedCandidate]
+    searched: list[Division]
+    slower: list[Division]
+    rejected: list[Rejection]
+
+
+def _search(run: RunConfig, *, hardware: HardwareSpec, count: int, below: float = inf) -> _Search:
+    """Search the fastest divisions of the devices, in the nearest tiers in which any fits.
+
+    Args:
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        count: Number of divisions to find that fit.
+        below: Step time in seconds; surely slower divisions are not searched.
     """
     for attempt in runs_by_tiers(run, hardware=hardware):
         divisions, refused = divide(attempt, hardware=hardware)
-        leaders: list[EvaluatedCandidate] = []
+        found = _Search([], [], [], refused)
         for division in sorted(divisions, key=lambda one: one.plain_s):
-            fastest_s = min((leader.step_s for leader in leaders), default=inf)
-            if division.bound_s > (fastest_s if len(leaders) >= count else below):
+            fastest_s = min((leader.step_s for leader in found.leaders), default=inf)
+            if division.bound_s > (fastest_s if len(found.leaders) >= count else below):
+                found.slower.append(division)
                 continue
+            found.searched.append(division)
             best = division.best(below=fastest_s)
             if best.shortfall is None:
-                leaders.append(best)
-        if leaders:
+                found.leaders.append(best)
+            else:
+                found.rejected.append(rejection_of(best))
+        if found.leaders:
             break
-    return divisions, refused, sorted(leaders, key=_rank)
+    found.leaders.sort(key=_rank)
+    return found
 
 
 def _executed(

@@ -15,7 +15,7 @@ LENGTHS = (13, 8, 24, 5)
 
 
 class Links:
-    """PipelineP2P without peers, which holds sent tensors as gloo makes PipelineLinks hold them."""
+    """PipelineLinks without peers, which hold sent tensors as gloo makes them."""
 
     def __init__(self):
         self.sent = {}

@@ -76,7 +76,7 @@ facts = {"sppo": "0.1.0", "configuration": "abc" if rank == 0 else "def"}
 connected()
 mesh = Mesh(MeshShape(data_parallel=2), rank=rank, timeout_s=TIMEOUT_S)
 try:
-    HostCollectives(mesh).check_same(facts)
+    HostCollectives(mesh.groups.world).check_same(facts)
 except ValueError as error:
     Path(f"said{rank}").write_text(str(error))
 """

@@ -48,7 +48,7 @@ def solved(steps=None, **asked):
     return solve_corpus(run, hardware=machine, steps=steps or steps_of())
 
 
-@pytest.mark.parametrize(("devices", "memory_gib"), [(1, 12), (2, 12), (8, 6)])
+@pytest.mark.parametrize(("devices", "memory_gib"), [(1, 12), (2, 12), (8, 12)])
 def test_every_replica_fits_in_every_drawn_step(devices, memory_gib):
     found = solved(devices=devices, memory_gib=memory_gib)
     best = found.best

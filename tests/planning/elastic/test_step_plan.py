@@ -195,7 +195,7 @@ def walked_kv(program, token_bytes, candidate):
         first, last = there[0], there[-1]
         back, end = backwards[stage, number][0], backwards[stage, number][-1]
         between = [place for place in of_rank if last < place < back]
-        match candidate.kv_of_stage(stage):
+        match candidate.kv_of_stages[stage]:
             case "retained":
                 spans = [(first, end)]
             case "recomputed":

@@ -29,8 +29,8 @@ def schedule_of(candidate):
     stages = range(candidate.num_stages)
     return place_kv(
         schedule,
-        offloaded=[stage for stage in stages if candidate.kv_of_stage(stage) == "offloaded"],
-        recomputed=[stage for stage in stages if candidate.kv_of_stage(stage) == "recomputed"],
+        offloaded=[stage for stage in stages if candidate.kv_of_stages[stage] == "offloaded"],
+        recomputed=[stage for stage in stages if candidate.kv_of_stages[stage] == "recomputed"],
     )
 
 
@@ -79,7 +79,7 @@ def _bytes_at_actions(candidate, program, held, running):
         left[owner] -= action.kind is ActionKind.B
         forwards[owner] -= action.kind is ActionKind.F
         is_last_forward = action.kind is ActionKind.F and not forwards[owner]
-        if is_last_forward and candidate.kv_of_stage(action.stage) != "retained":
+        if is_last_forward and candidate.kv_of_stages[action.stage] != "retained":
             del keys[owner]
         if action.kind is ActionKind.B:
             del units[unit]

@@ -58,6 +58,12 @@ def test_no_more_subsequences_are_tried_than_a_run_may_ask_for(length):
     assert counts[-1] == MOST_SUBSEQUENCES
 
 
+def test_few_subsequences_are_tried_where_many_ranks_share_them():
+    """16Ki tokens for each of 8 ranks: one subsequence may be the fastest."""
+    run = run_config("llama-3.2-1b", length="128Ki", hardware={"preset": "h200"})
+    assert len(solved(run).best.candidate.lengths) == 1
+
+
 @pytest.mark.parametrize("keys", [{"virtual_stages": 8}, {"pipeline_parallel_degree": 1}])
 def test_steps_have_no_more_units_than_can_be_planned(monkeypatch, keys):
     monkeypatch.setattr(choices, "MOST_UNITS", 64)
@@ -69,9 +75,10 @@ def test_steps_have_no_more_units_than_can_be_planned(monkeypatch, keys):
 
 
 def test_a_step_of_too_many_units_is_refused():
+    cut = {"num_subsequences": 512}
     train = {"sequences_per_step": 16384}
     machine = {"preset": "a100-80g", "devices_per_node": 1}
-    solution = solved(run_config("tiny", length="1Mi", train=train, hardware=machine))
-    (rejection,) = solution.rejected
+    run = run_config("tiny", length="1Mi", sequence=cut, train=train, hardware=machine)
+    (rejection,) = solved(run).rejected
     assert "16,384 sequences x 512 subsequences x 1 stage has 8388608 units" in rejection.reason
     assert "lower train.sequences_per_step" in rejection.reason

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sppo.engine.attention.kv_store import KVStore
-from sppo.engine.attention.subsequence_attention import KVCacheAttention
-from sppo.engine.unit import TokenSpan
+from sppo.engine.attention.kv_store import KVStore, StoredKV
+from sppo.engine.attention.prefix_attention import PrefixAttention
+from sppo.engine.unit import Run, TokenSpan
 from tests.engine.attention.test_kv_store import MODEL
 
 
@@ -18,7 +18,8 @@ def test_gradients_of_keys_lie_by_token(dtype):
         for heads in (MODEL.num_heads, MODEL.kv_heads, MODEL.kv_heads)
     )
     whole = TokenSpan(start=0, end=6, length=6, document_starts=(0,))
-    attention = KVCacheAttention(store, layer=0, sequence=0, span=whole, window=None)
+    kv = StoredKV(store, layer=0, sequence=0, span=whole)
+    attention = PrefixAttention(kv, runs=(Run(0, 6),))
     o, lse = attention.forward(q, k, v)
     _dq, dk, dv = attention.backward(torch.ones_like(o), q, o, lse)
     for gradient in (dk, dv):

@@ -1,0 +1,148 @@
+"""Keys and values of one MSP shard of a unit in one layer, with the prefix sent by the owner.
+
+Forward: the ranks of the MSP group gather the unit's keys and values, the owner stores them, and
+the owner sends the prefix to the borrowers, one layer ahead. Backward: the owner sends prefix and
+unit again, and every shard computes gradients of all keys and values up to its end. These are
+summed at the owner, which already has the sums of later units. Then the gradients of the unit's own
+keys and values are complete, and the owner sends them to the shards. Of a layer with a sliding
+window, only the keys that the unit's queries see are sent.
+
+Legend: c tokens of this rank's shard, C tokens of the whole unit, T keys of the prefix and the
+unit, K key/value heads, D head size; with Ulysses, K is one rank's share.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sppo.engine.attention.kv_store import KVStore, StoredKV
+from sppo.engine.msp.shard import MspShard
+from sppo.kernels.elementwise import accumulation_dtype
+from sppo.offload.held_bytes import HeldBytes
+
+
+class SharedKV:
+    """:class:`sppo.engine.attention.prefix_attention.UnitKV` of one shard in one layer.
+
+    Args:
+        shard: Shard whose queries attend.
+        layer: Index of the layer in the model.
+        window: Number of keys that a query sees, its own included; None for all.
+        store: KV store of this rank; the owner's has the prefix.
+        borrowed: Counter of the bytes of keys, values and their gradients on a borrower.
+    """
+
+    def __init__(
+        self,
+        shard: MspShard,
+        *,
+        layer: int,
+        window: int | None,
+        store: KVStore,
+        borrowed: HeldBytes,
+    ) -> None:
+        self._shard, self._exchange, self._store = shard, shard.exchange, store
+        self._own: StoredKV | None = None
+        if shard.exchange.is_owner:
+            self._own = StoredKV(store, layer, shard.sequence, shard.span)
+        self.first_key = 0 if window is None else max(0, shard.span.start - window + 1)
+        self._prefix_keys = shard.span.start - self.first_key
+        self._borrowed = borrowed
+        self._kv: tuple[Tensor, Tensor] | None = None
+
+    def prefix(self) -> tuple[Tensor, ...]:
+        """Return the prefix's keys and values to broadcast from the owner before forward.
+
+        On the owner, views of its store; on a borrower, buffers to fill; empty without a prefix.
+        """
+        if self._prefix_keys == 0:
+            return ()
+        if self._own is None:
+            self._kv = k, v = self._empty(self._store.dtype)
+            return k[: self._prefix_keys], v[: self._prefix_keys]
+        k, v = self._own.read_until(self._shard.span.start)
+        return k[self.first_key :], v[self.first_key :]
+
+    def write(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
+        """Gather the unit's keys and values from all shards, behind those of the prefix."""
+        k_CKD, v_CKD = self._gathered(k_cKD), self._gathered(v_cKD)
+        if self._own is not None:
+            self._own.write(k_CKD, v_CKD)
+            self._kv = self._stored()
+            return
+        if self._kv is None:
+            self._kv = self._empty(self._store.dtype)
+        for tensor, unit in zip(self._kv, (k_CKD, v_CKD), strict=True):
+            tensor[self._prefix_keys :] = unit
+
+    def fetch(self) -> None:
+        """Receive keys and values of prefix and unit; the first call of a layer's backward."""
+        self._kv = self._empty(self._store.dtype) if self._own is None else self._stored()
+        for tensor in self._kv:
+            self._exchange.from_owner(tensor)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return (k_TKD, v_TKD), after :meth:`write` or :meth:`fetch`."""
+        assert self._kv is not None, "keys and values are here"
+        return self._kv
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return zeros: sums of this shard alone."""
+        dk, dv = self._empty(accumulation_dtype(self._store.dtype))
+        return dk.zero_(), dv.zero_()
+
+    def complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over the shards at the owner; return the complete (dk_cKD, dv_cKD) of the shard."""
+        totals = (None, None) if self._own is None else self._own.gradients()
+        found = []
+        for part, total in zip((dk_TKD, dv_TKD), totals, strict=True):
+            self._exchange.to_owner(part)
+            unit = part.new_empty(part[self._prefix_keys :].shape, dtype=self._store.dtype)
+            if total is not None:
+                total[self.first_key :].add_(part)
+                unit.copy_(total[self._shard.span.start :])
+            self._exchange.from_owner(unit)
+            found.append(unit)
+        self._let_go(dk_TKD, dv_TKD)
+        dk, dv = (self._shard.take(unit) for unit in found)
+        return dk, dv
+
+    def release(self) -> None:
+        """Free the layer's keys and values on a borrower."""
+        if self._kv is not None:
+            self._let_go(*self._kv)
+        self._kv = None
+
+    def _gathered(self, own_cKD: Tensor) -> Tensor:
+        """Return the keys (or values) of the whole unit, in order."""
+        shard, tail = self._shard, own_cKD.shape[1:]
+        shards = [
+            own_cKD.contiguous()
+            if shard_index == shard.shard_index
+            else own_cKD.new_empty((shard.tokens_of(shard_index), *tail))
+            for shard_index in range(self._exchange.count)
+        ]
+        self._exchange.all_gather(shards)
+        unit = own_cKD.new_empty((shard.span.end - shard.span.start, *tail))
+        for shard_index, gathered in enumerate(shards):
+            shard.put(gathered, shard_index=shard_index, whole_C=unit)
+        return unit
+
+    def _stored(self) -> tuple[Tensor, Tensor]:
+        """Return views of the owner's keys and values."""
+        assert self._own is not None, "the owner has them"
+        k, v = self._own.read()
+        return k[self.first_key :], v[self.first_key :]
+
+    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return two new tensors ``[T, K, D]``."""
+        tokens = self._shard.span.end - self.first_key
+        pair = self._store.empty(tokens, dtype), self._store.empty(tokens, dtype)
+        if self._own is None:
+            self._borrowed.add_tensors(pair)
+        return pair
+
+    def _let_go(self, *tensors: Tensor) -> None:
+        if self._own is None:
+            self._borrowed.remove_tensors(tensors)
