@@ -18,6 +18,10 @@ from sppo.hardware.file import hardware_json
 from sppo.output_file import check_output_files, write_json
 from sppo.report.display import Display
 
+_COPIES = ("pcie", "overlap")
+_OF_A_RUN = ("gemm", "attention", "elementwise", *_COPIES)
+"""Subjects that depend on the precision or the model of a run."""
+
 
 class Subject(StrEnum):
     """Subject of a measurement: one kind of kernel, message or copy, or all of them."""
@@ -118,6 +122,12 @@ def bench(
 
         device = device_to_measure()
         parts = subject.parts(device)
+        for option, path, users in (("--disk", disk, _COPIES), ("--run", run, _OF_A_RUN)):
+            if path is not None and not set(users).intersection(parts):
+                raise ValueError(
+                    f"{option} {path}: only sppo bench {', '.join(users)} and all use it; leave it "
+                    f"out of sppo bench {subject.value}"
+                )
         layer, model, directory = default_layer(device), None, Path()
         dtypes: tuple[str, ...] = ("bf16", "fp32")
         if run is not None:
@@ -127,7 +137,7 @@ def bench(
             directory = Path(asked.activations.disk or directory)
         if device == "cpu" and disk is None:
             disk = directory
-        if disk is not None and {"pcie", "overlap"}.intersection(parts):
+        if disk is not None and set(_COPIES).intersection(parts):
             check_disk(disk, quick=quick)
         base = starting_description(described_machine(device), path=output)
         with BenchDisplay(Console(stderr=json_output)) as display:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,8 @@ from sppo.quoting import one_line
 from sppo.report.display import Display
 from sppo.report.lines import print_line
 from sppo.units import MIB, counted, format_bytes, format_count, format_tokens, parse_size
+
+_TELL_EVERY_S = 10.0
 
 app = CommandGroup(help="Write and describe the token data that runs read.")
 
@@ -203,7 +206,7 @@ def _end_of_document(text: str) -> EndOfDocument:
 
 
 class _Tokenizing(Display):
-    """Progress of tokenizing: a bar in MiB on a terminal.
+    """Progress of tokenizing: a bar in MiB on a terminal, else a line every ten seconds.
 
     Args:
         console: Console to write to.
@@ -211,15 +214,20 @@ class _Tokenizing(Display):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
+        self._next_s = time.monotonic() + _TELL_EVERY_S
         if self._progress is not None:
             self._task = self._progress.add_task("MiB", total=None)
 
     def show(self, progress: PrepareProgress) -> None:
-        """Advance the bar."""
+        """Advance the bar, or print a line if it is time."""
+        now_s, tokens = time.monotonic(), f"{format_count(progress.num_tokens)} tokens"
+        done, total = progress.done_bytes // MIB, progress.total_bytes // MIB
         if self._progress is not None:
-            done, total = progress.done_bytes // MIB, progress.total_bytes // MIB
-            text = f"{format_count(progress.num_tokens)} tokens, of MiB"
+            text = f"{tokens}, of MiB"
             self._progress.update(self._task, completed=done, total=total, description=text)
+        elif now_s >= self._next_s:
+            self._next_s = now_s + _TELL_EVERY_S
+            print_line(f"{done} of {total} MiB, {tokens}", self._console)
 
 
 def _report(prepared: PreparedTokens) -> str:

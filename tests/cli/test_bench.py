@@ -117,6 +117,14 @@ def test_bad_requests_are_refused_before_anything_is_measured(measured, tmp_path
     assert tree(tmp_path) == before
 
 
+def test_what_no_measured_subject_uses_is_refused(measured):
+    message = refuse("bench", "messages", "--run", "run.yaml")
+    assert "--run run.yaml: only sppo bench gemm, attention, elementwise, pcie, overlap" in message
+    message = refuse("bench", "attention", "--disk", "absent")
+    assert "--disk absent: only sppo bench pcie, overlap and all use it; leave it" in message
+    assert measured == []
+
+
 def test_a_gpu_that_cannot_be_asked_what_it_is_is_refused(measured, monkeypatch):
     monkeypatch.setattr(suite, "device_to_measure", lambda: "cuda")
     monkeypatch.setattr(this_machine, "find_gpus", lambda: None)

@@ -73,36 +73,6 @@ OFFLOADING_LEVELS = (*LEVELS, *(replace(level, offloads=True) for level in LEVEL
 """Levels of a machine with a tier to offload to; the last needs least memory."""
 
 
-def place_levels(
-    candidate: Candidate,
-    *,
-    levels: Sequence[Level],
-    paces: bool = False,
-) -> EvaluatedCandidate | None:
-    """Return the candidate with a level for each of its units.
-
-    If no choice is found that fits, all units have the last level.
-
-    Args:
-        candidate: Candidate with packed sequences; its activation policy is ignored.
-        levels: Levels that units may have; the last needs least memory.
-        paces: Whether ranks may begin forwards later if not even the last level fits otherwise.
-
-    Returns:
-        The evaluated candidate; None if not even the last level fits.
-    """
-    choice = _level_choice(candidate, levels=levels)
-    if paces and not choice.fits and can_be_paced(candidate):
-        choice = choice.paced(len(levels) - 1)
-    return choice.least_added()
-
-
-def everything_recomputed(candidate: Candidate) -> EvaluatedCandidate | None:
-    """Return the candidate with everything recomputed, simulated; None if that does not fit."""
-    placed = place_levels(candidate, levels=LEVELS[-1:], paces=True)
-    return None if placed is None else simulate_candidate(placed)
-
-
 def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     """Return the candidate with the levels that simulate fastest; None if none fits.
 
@@ -119,7 +89,7 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     has_tier = copy_bytes_per_s(candidate)[0] > 0 and candidate.kv != "recomputed"
     found: list[EvaluatedCandidate] = []
     for levels in (OFFLOADING_LEVELS, LEVELS) if has_tier else (LEVELS,):
-        for choice in _choices(candidate, levels=levels):
+        for choice in level_choices(candidate, levels=levels):
             placed = choice.least_added()
             if placed is not None:
                 found.append(simulate_candidate(placed))
@@ -134,12 +104,12 @@ def _runs_freely(placed: EvaluatedCandidate) -> bool:
     return not (placed.placement.recomputed.any() or paced)
 
 
-def _choices(candidate: Candidate, *, levels: Sequence[Level]) -> Iterator[_LevelChoice]:
+def level_choices(candidate: Candidate, *, levels: Sequence[Level]) -> Iterator[LevelChoice]:
     """Yield the choice among levels; if not even the last level fits, under each pacing.
 
     The pacing of the last level comes first.
     """
-    choice = _level_choice(candidate, levels=levels)
+    choice = level_choice(candidate, levels=levels)
     if choice.fits or not can_be_paced(candidate):
         yield choice
         return
@@ -209,7 +179,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, eq=False)
-class _LevelChoice:
+class LevelChoice:
     """Bytes and seconds of a candidate at every level. Tables are [levels, stages, subsequences].
 
     Attributes:
@@ -350,7 +320,7 @@ class _LevelChoice:
         )
         return evaluate_placement(self.candidate, ActivationPlacement(*tables))
 
-    def paced(self, level: int) -> _LevelChoice:
+    def paced(self, level: int) -> LevelChoice:
         """Return the choice with ranks paced so that units fit if all have the same level."""
         running = Running(self.forward_bytes[level], self.backward_bytes[level])
         paced = pace_forwards(
@@ -378,7 +348,13 @@ class _LevelChoice:
         )
 
 
-def _level_choice(candidate: Candidate, *, levels: Sequence[Level]) -> _LevelChoice:
+def level_choice(candidate: Candidate, *, levels: Sequence[Level]) -> LevelChoice:
+    """Return the choice among levels for the units of a candidate.
+
+    Args:
+        candidate: Candidate with packed sequences; its activation policy is ignored.
+        levels: Levels that units may have; the last needs least memory.
+    """
     seconds = stage_seconds(candidate)
     inputs = policy_inputs(
         candidate,
@@ -392,7 +368,7 @@ def _level_choice(candidate: Candidate, *, levels: Sequence[Level]) -> _LevelCho
     sent = sent_bytes(candidate)
     running = [computing_bytes(candidate, own) + sent for own in placements]
     held = [placed_bytes(own, "retained", candidate=candidate) for own in placements]
-    return _LevelChoice(
+    return LevelChoice(
         candidate,
         placements,
         held_bytes=np.stack(held),

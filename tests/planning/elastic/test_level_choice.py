@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.planning.elastic.levels import LEVELS, _level_choice
+from sppo.planning.elastic.levels import LEVELS, level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.schedule.actions import ActionKind
 from tests.planning.elastic.test_step_search import planner
@@ -50,7 +50,7 @@ def small_choices(draw):
         )
         candidate = replace(candidate, forwards_before_backward=counts)
     count = draw(st.integers(2, 3))
-    choice = _level_choice(candidate, levels=LEVELS[:count])
+    choice = level_choice(candidate, levels=LEVELS[:count])
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     size = float(choice.ranks[0].windows.fixed_bytes.max())
     held, forward, backward, added = random.random((4, *choice.added.shape))

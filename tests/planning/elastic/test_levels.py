@@ -17,7 +17,7 @@ from sppo.planning.elastic.levels import (
     LEVELS,
     OFFLOADING_LEVELS,
     fastest_levels,
-    place_levels,
+    level_choices,
 )
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
@@ -38,6 +38,12 @@ def on_machine(candidate, **change):
 def with_bytes(candidate, size):
     """The candidate on a device of so many bytes."""
     return on_machine(candidate, memory_bytes=size, reserved_bytes=0)
+
+
+def place_levels(candidate, *, levels, paces=False):
+    """The candidate with some levels, with its ranks paced where that may be and is necessary."""
+    choice = next(level_choices(candidate, levels=levels))
+    return choice.least_added() if paces or choice.candidate is candidate else None
 
 
 def with_room(candidate, share):

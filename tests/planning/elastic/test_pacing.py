@@ -15,7 +15,6 @@ from sppo.planning.elastic.levels import (
     LEVELS,
     OFFLOADING_LEVELS,
     fastest_levels,
-    place_levels,
 )
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.elastic.windows import rank_windows
@@ -24,7 +23,7 @@ from sppo.schedule.checks.validate import validate
 from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
-from tests.planning.elastic.test_levels import on_machine, pressed, with_room
+from tests.planning.elastic.test_levels import on_machine, place_levels, pressed, with_room
 from tests.planning.elastic.test_step_plan import packed_candidates, walked
 from tests.planning.elastic.test_step_search import LARGE, planner
 from tests.planning.elastic.walked_memory import walked_peaks
