@@ -18,8 +18,9 @@ import numpy as np
 from experiments import harness
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.memory.msp import with_msp
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
@@ -115,8 +116,14 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate) -> Iterator[Row]:
     yield "sppo + MSP", priced, note
     costs = replace(adaptive.costs, links=Links())
     program = candidate.program(costs)
-    free = with_program(replace(adaptive, candidate=candidate), program=program)
-    free = replace(free, simulated=simulate_step(program, costs=costs))
+    free = replace(
+        adaptive,
+        candidate=candidate,
+        memory=with_msp(
+            adaptive.memory, candidate=candidate, placement=adaptive.placement, schedule=program
+        ),
+        simulated=simulate_step(program, costs=costs),
+    )
     yield "sppo + MSP, free links", free, "the bound: weights and K/V are sent for nothing"
 
 

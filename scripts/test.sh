@@ -17,6 +17,8 @@ if [ "${1:-}" = --all ]; then
     tier=all which=(-m "not gpu and not multigpu and not chaos")
 fi
 
+echo "== lines that the last commit changes (budgets of packages: tests/test_line_budgets.py)"
+git diff --shortstat HEAD~1 HEAD -- sppo tests 2>/dev/null || true
 echo "== ruff"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .

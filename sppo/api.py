@@ -213,22 +213,22 @@ def train(
     Args:
         run: Run configuration, or what :func:`sppo.load_run` reads.
         plan: Plan from :func:`sppo.solve` to follow; None makes a plan for the memory that is free.
-        progress: Print a description of the run, a line for each step, and a summary; in a notebook
-            with ipywidgets, also show bars. False logs only warnings.
+        progress: Print a description of the run, a line for each step, and a summary. False logs
+            only warnings.
 
     Raises:
         ValueError: The run cannot be trained; nothing was changed.
         MemoryError: The run does not fit into memory.
         RunFailedError: A rank that was started failed, or rank 0 of these refused the run for want
             of memory or because of its plan, weights or labels; stderr says why.
-        sppo.training.step.NonFiniteError: Too many consecutive steps with NaN or inf.
+        sppo.training.interruption.NonFiniteError: Too many consecutive steps with NaN or inf.
         OSError: The disk is full or fails; files saved before are complete.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("sppo.train: call it in the main thread, which alone hears signals")
     run = _run_of(run)
     console = Console(quiet=not progress)
-    ready = prepare_run(run, plan, source="the plan", console=console)
+    ready = prepare_run(run, plan, console=console)
     if not ready.starts_ranks:
         outcome = train_as_rank(ready, console=console, command="the same call")
         return trained_run(ready.run, interrupted_by=outcome.interrupted_by)

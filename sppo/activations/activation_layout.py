@@ -336,16 +336,12 @@ def order_of_use(
         program: Program of the rank.
         stages: Layout of the whole units of each stage of the rank, by stage index.
         shards: Layout of the MSP shards that the rank runs of each stage, by stage index; None if
-            no unit is cut. K and V do not return between the layers of a shard.
+            no unit is cut.
     """
     order: list[ActivationKey] = []
     waiting: deque[ActivationKey] = deque()
     for action in program:
-        if action.num_shards > 1:
-            if action.kind is ActionKind.B and shards is not None:
-                order += shards[action.stage].saved_keys(action.unit)
-            continue
-        stage = stages.get(action.stage)
+        stage = (stages if action.num_shards == 1 else shards or {}).get(action.stage)
         if stage is None:
             continue
         if action.kind is ActionKind.H2D and action.wire == "kv":

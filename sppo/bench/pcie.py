@@ -28,8 +28,7 @@ from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import count_numa_nodes
 from sppo.offload.arena import HostArena
 from sppo.offload.page_lock import lock_pages, unlock_pages
-from sppo.parallel.job.launch import held_back
-from sppo.parallel.job.signals import STOP_SIGNALS
+from sppo.parallel.job.signals import STOP_SIGNALS, held_back
 from sppo.parallel.job.worker_process import without_script
 from sppo.units import GIB, MIB
 

@@ -13,6 +13,7 @@ import typer
 
 from sppo.cli.command_group import CommandGroup, Group
 from sppo.cli.exit_codes import exit_codes
+from sppo.version import __version__
 
 SUBCOMMANDS = {
     "train": "Train a run; the same command continues a killed or stopped run.",
@@ -65,9 +66,7 @@ app = CommandGroup(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from sppo.cli.doctor import version_lines
-
-        typer.echo("\n".join(version_lines()))
+        typer.echo(f"sppo {__version__}")
         raise typer.Exit
 
 
@@ -78,7 +77,7 @@ def sppo(
         "--version",
         callback=_show_version,
         is_eager=True,
-        help="Print the version, and what was built and found.",
+        help="Print the version.",
     ),
 ) -> None:
     """Train transformers on sequences that do not fit, cut into subsequences."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -19,11 +18,9 @@ from sppo.hardware.file import hardware_json
 from sppo.output_file import check_output_files, write_json
 from sppo.report.display import Display
 
-_USERS = {
-    "--disk": ("pcie", "overlap"),
-    "--run": ("gemm", "attention", "elementwise", "pcie", "overlap"),
-}
-"""Subjects that use an option."""
+_COPIES = ("pcie", "overlap")
+_OF_A_RUN = ("gemm", "attention", "elementwise", *_COPIES)
+"""Subjects that depend on the precision or the model of a run."""
 
 
 class Subject(StrEnum):
@@ -125,7 +122,12 @@ def bench(
 
         device = device_to_measure()
         parts = subject.parts(device)
-        _check_used({"--disk": disk, "--run": run}, subject=subject, parts=parts)
+        for option, path, users in (("--disk", disk, _COPIES), ("--run", run, _OF_A_RUN)):
+            if path is not None and not set(users).intersection(parts):
+                raise ValueError(
+                    f"{option} {path}: only sppo bench {', '.join(users)} and all use it; leave it "
+                    f"out of sppo bench {subject.value}"
+                )
         layer, model, directory = default_layer(device), None, Path()
         dtypes: tuple[str, ...] = ("bf16", "fp32")
         if run is not None:
@@ -135,7 +137,7 @@ def bench(
             directory = Path(asked.activations.disk or directory)
         if device == "cpu" and disk is None:
             disk = directory
-        if disk is not None and set(parts).intersection(_USERS["--disk"]):
+        if disk is not None and set(_COPIES).intersection(parts):
             check_disk(disk, quick=quick)
         base = starting_description(described_machine(device), path=output)
         with BenchDisplay(Console(stderr=json_output)) as display:
@@ -174,20 +176,3 @@ class BenchDisplay(Display):
         """Advance the bar by one timing."""
         if self._progress is not None:
             self._progress.advance(self._task)
-
-
-def _check_used(options: dict[str, Path | None], *, subject: Subject, parts: Sequence[str]) -> None:
-    """Raise ValueError if an option was given that no measured subject uses.
-
-    Args:
-        options: Values of the options.
-        subject: Subject named on the command line.
-        parts: Single subjects to measure.
-    """
-    for option, path in options.items():
-        users = _USERS[option]
-        if path is not None and not set(users).intersection(parts):
-            raise ValueError(
-                f"{option} {path}: only sppo bench {', '.join(users)} and all use it; leave it out "
-                f"of sppo bench {subject.value}"
-            )

@@ -26,8 +26,6 @@ NOT_MEASURED = "–"
 _TERA_FROM = 1e13
 _STEADY = 0.25
 """Median spread above which figures are too unsteady to plan with; a choice, not measured."""
-_MOST_BEHIND = 0.03
-"""Fraction of time by which ``auto``'s back end may exceed the fastest and count as equal."""
 _AUTOMATIC_MARK = "*"
 
 
@@ -161,7 +159,7 @@ def _rates_text(rates: Iterable[float], *, unit: float = 1e9) -> str:
 
 
 def attention_screen(found: BackendComparison) -> Screen:
-    """Yield a row per shape and a column per back end, then the loss of ``auto`` and the gaps."""
+    """Yield a row per shape and a column per back end, then what ``auto`` takes and the gaps."""
     unit, name = _flops_unit(rate.forward_flops_per_s for rate in found.rates)
     by_shape = found.by_shape
 
@@ -188,29 +186,10 @@ def attention_screen(found: BackendComparison) -> Screen:
     for backend in found.backends:
         columns[backend] = partial(cell, backend=backend)
     yield item_table(by_shape, columns)
-    yield automatic_line(found)
+    yield f"{_AUTOMATIC_MARK} what auto takes"
     gaps = Counter((name, reason) for (name, _), reason in found.left_out.items())
     for (name, reason), count in gaps.items():
         yield f"{NOT_MEASURED} {name} {reason}: {counted(count, 'shape')}"
-
-
-def automatic_line(found: BackendComparison) -> str:
-    """Return a line that compares ``auto``'s back end with the fastest: forward plus backward."""
-    mark = f"{_AUTOMATIC_MARK} what auto takes"
-    behind = {
-        shape: rates[found.automatic[shape]].both_s / _fastest(rates).both_s - 1
-        for shape, rates in found.by_shape.items()
-        if found.automatic[shape] in rates and len(rates) > 1
-    }
-    if not behind:
-        return f"{mark}: no shape was timed with it and another back end"
-    within = sum(value <= _MOST_BEHIND for value in behind.values())
-    line = f"{mark}: within {_MOST_BEHIND:.0%} of the fastest on {within} of {len(behind)} shapes"
-    if within == len(behind):
-        return line
-    worst = max(behind, key=lambda shape: behind[shape])
-    fastest = _fastest(found.by_shape[worst]).backend
-    return f"{line}, at worst {behind[worst]:.0%} slower than {fastest} ({worst})"
 
 
 def _fastest(rates: Mapping[BackendName, BackendRate]) -> BackendRate:

@@ -1,18 +1,30 @@
-"""A candidate in JSON values and in words, as ``sppo solve`` and ``sppo estimate`` report it."""
+"""A candidate as ``sppo solve`` and ``sppo estimate`` report it: JSON values, words, memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
-from sppo.cli.memory import TIER_NAMES
+from sppo.cli.printing import Screen, table
+from sppo.cost.memory.bucket_labels import BUCKETS
 from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.hardware.description import HardwareSpec
+from sppo.hardware.description import HardwareSpec, Tier
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall
+from sppo.units import format_bytes
+
+TIER_NAMES: Mapping[Tier, str] = {
+    "device": "the device",
+    "host": "host memory",
+    "disk": "a file on the disk",
+}
+_MOST_GROUPS = 4
 
 
 def choices_json(evaluated: EvaluatedCandidate) -> dict[str, Any]:
@@ -100,3 +112,63 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
     }
     parts = [f"{share / whole:.0%} is {fate}" for fate, share in shares.items() if share]
     return f"of the saved bytes {', '.join(parts)}{kv}"
+
+
+# Memory
+
+
+def memory_screen(evaluated: EvaluatedCandidate) -> Screen:
+    """Yield the memory of one device of each rank by bucket, and of the tiers behind it.
+
+    Ranks with equal memory share a column. Empty buckets are left out.
+    """
+    groups, candidate = rank_groups(evaluated.memory), evaluated.candidate
+    shown = shown_groups(groups, most=_MOST_GROUPS)
+    budget = candidate.workload.hardware.device.usable_bytes
+    yield f"memory of one device of each rank; its budget is {format_bytes(budget)}"
+    held = list(shown.values())
+    rows: list[Sequence[str] | None] = []
+    for bucket in BUCKETS:
+        amounts = [bucket.bytes_of(each.device) for each in held]
+        if any(amounts):
+            rows.append([bucket.letter, bucket.label, *map(format_bytes, amounts)])
+    rows.append(None)
+    rows.append(["", "one device", *(format_bytes(each.device.total_bytes) for each in held)])
+    for place in ("host", "disk"):
+        behind = [
+            tier_buckets(each, place, activations=candidate.tier, state=candidate.state)
+            for each in held
+        ]
+        for name in behind[0]:
+            amounts = [buckets[name] for buckets in behind]
+            if any(amounts):
+                rows.append(["", f"{name} in {TIER_NAMES[place]}", *map(format_bytes, amounts)])
+    yield table(["", "", *shown], rows, left=2)
+    hidden = len(groups) - len(shown)
+    if hidden:
+        yield f"and {hidden} more kinds of ranks; --json lists all"
+
+
+def host_memory_text(device_bytes: int, *, node_bytes: int) -> str:
+    """Return the peak host memory of the device that uses most of it, and of a node, in words."""
+    return (
+        f"host memory: {format_bytes(device_bytes)} for the device that uses most, at most "
+        f"{format_bytes(node_bytes)} for a node"
+    )
+
+
+def rank_groups(memory: Sequence[StageMemory]) -> dict[str, StageMemory]:
+    """Return the memory of neighbouring ranks with equal memory, by their name: ``ranks 1-6``."""
+    groups = {}
+    for held, members in groupby(range(len(memory)), key=memory.__getitem__):
+        first, *others = members
+        groups[f"ranks {first}-{others[-1]}" if others else f"rank {first}"] = held
+    return groups
+
+
+def shown_groups(groups: Mapping[str, StageMemory], *, most: int) -> dict[str, StageMemory]:
+    """Return at most `most` groups in order: the first, the last, and the fullest others."""
+    names = list(groups)
+    by_size = sorted(names[1:-1], key=lambda name: groups[name].device.total_bytes, reverse=True)
+    chosen = {names[0], *by_size[: most - 2], names[-1]}
+    return {name: held for name, held in groups.items() if name in chosen}

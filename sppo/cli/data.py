@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +13,12 @@ from rich.console import Console
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import Screen, emit, item_table, print_json, written
+from sppo.cli.printing import Screen, emit, item_table, print_json
 from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
 from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.tokens import open_tokens
-from sppo.output_file import FULL_ERRNOS, check_output_files
-from sppo.plots.lengths import length_plot
 from sppo.quoting import one_line
 from sppo.report.display import Display
 from sppo.report.lines import print_line
@@ -92,7 +87,7 @@ def prepare(
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
     console = Console(stderr=True, quiet=json_output)
-    with exit_codes(), _disk_full_explained(out), _Tokenizing(console) as display:
+    with exit_codes(), _Tokenizing(console) as display:
         if tokenizer is None:
             raise ValueError(
                 "--tokenizer: how does text become ids? Write bytes, the path of a tokenizer.json, "
@@ -128,10 +123,6 @@ def stats(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="PNG", help="Draw the distribution here."),
-    ] = None,
     json_output: Json = False,
 ) -> None:
     """Report the lengths of documents, and the share of tokens in long documents.
@@ -139,17 +130,13 @@ def stats(
     The length of a document is the number of its tokens in training: all but the last, one for each
     label.
 
-        sppo data stats data/code --length 8Ki -o lengths.png
+        sppo data stats data/code --length 8Ki
     """
     with exit_codes():
         limit = _length(length)
-        check_output_files({"-o": output}, plots=["-o"])
         tokens = open_tokens(directory)
-        distribution = document_lengths(tokens.document_offsets)
-        found = length_stats(tokens, distribution, length=limit)
-        if output is not None:
-            length_plot(found, distribution, output)
-    emit(lambda: asdict(found), lambda: chain(_screen(found), written(output)), as_json=json_output)
+        found = length_stats(tokens, document_lengths(tokens.document_offsets), length=limit)
+    emit(lambda: asdict(found), lambda: _screen(found), as_json=json_output)
 
 
 def _screen(found: LengthStats) -> Screen:
@@ -218,22 +205,6 @@ def _end_of_document(text: str) -> EndOfDocument:
         ) from None
 
 
-@contextmanager
-def _disk_full_explained(out: Path) -> Iterator[None]:
-    """Add to disk-full errors which directory was being written and how much space it takes."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL_ERRNOS:
-            raise
-        raise OSError(
-            error.errno,
-            f"--out {out}: {error.strerror}; what was written is removed again. A token takes 2 "
-            "bytes (4 above a vocabulary of 65536), one more with a loss mask: free some space, or "
-            "write to another disk",
-        ) from error
-
-
 class _Tokenizing(Display):
     """Progress of tokenizing: a bar in MiB on a terminal, else a line every ten seconds.
 
@@ -250,14 +221,13 @@ class _Tokenizing(Display):
     def show(self, progress: PrepareProgress) -> None:
         """Advance the bar, or print a line if it is time."""
         now_s, tokens = time.monotonic(), f"{format_count(progress.num_tokens)} tokens"
+        done, total = progress.done_bytes // MIB, progress.total_bytes // MIB
         if self._progress is not None:
-            done, total = progress.done_bytes // MIB, progress.total_bytes // MIB
             text = f"{tokens}, of MiB"
             self._progress.update(self._task, completed=done, total=total, description=text)
         elif now_s >= self._next_s:
             self._next_s = now_s + _TELL_EVERY_S
-            done, total = progress.done_bytes, progress.total_bytes
-            print_line(f"{format_bytes(done)} of {format_bytes(total)}, {tokens}", self._console)
+            print_line(f"{done} of {total} MiB, {tokens}", self._console)
 
 
 def _report(prepared: PreparedTokens) -> str:

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import math
 import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 from rich.text import Text
 
 from sppo import native_build
 from sppo.cli.arguments import Json
 from sppo.cli.exit_codes import FAULT, exit_codes
-from sppo.cli.printing import print_json
+from sppo.cli.printing import Screen, columns, emit
 from sppo.hardware import this_machine
-from sppo.hardware.file import read_hardware
-from sppo.kernels.native.machine_memory import (
-    LIBRARY_ADDRESS_BYTES,
-    address_room,
-    check_room_for_libraries,
-)
+from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.open_files import files_of_a_rank
 from sppo.quoting import quoted
 from sppo.units import GIB, MIB, counted, format_bytes
@@ -41,21 +33,16 @@ State = Literal["ok", "note", "missing", "broken"]
 a feature is lost; broken: present and not working."""
 
 _SIGNS = {"ok": "ok", "note": "note", "missing": "-", "broken": "BROKEN"}
-_LEAST_COLUMNS = 40
-"""Smallest width of a table. A narrower terminal wraps lines itself."""
 _MANY_RANKS = 64
 _HEAD_SIZE, _GROUP = 128, 4
 """Head size, and query heads per key/value head, of the attention case that back ends are checked
 on."""
-_PACKAGES = ("torch", "triton", "flash-attn", "numpy")
-"""Packages whose versions are a part of ``sppo --version``."""
 _OPTIONAL = (
     ("triton", "triton", "GPU kernels of SPPO; without it a GPU runs slower ones of torch"),
     ("flash-attn", "flash-attn", "attention on a GPU before Hopper; torch has its own copy"),
     ("pynvml", "nvidia-ml-py", "finds out which GPU this is; without it the plan assumes one"),
     ("tokenizers", "tokenizers", "reads tokenizer.json"),
     ("tensorboard", "tensorboard", "writes what train.tensorboard=true asks for"),
-    ("ipywidgets", "ipywidgets", "bars in a notebook; without it lines"),
 )
 """Name, distribution and use of optional packages."""
 _ANYTHING = (Exception, SystemExit)
@@ -77,96 +64,55 @@ class Finding(NamedTuple):
     """Group of the check, e.g. "GPU"."""
 
 
-def doctor(
-    hardware: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A file of sppo bench, to show what was measured."),
-    ] = None,
-    json_output: Json = False,
-) -> None:
+def doctor(json_output: Json = False) -> None:
     """Report what training and planning find on this machine, and how to add what is missing.
 
     Nothing is measured or downloaded; SPPO's memory pool is built if it is missing. Exit code 1:
-    something that is installed does not work, or FILE cannot be used.
-
-        sppo doctor
-        sppo doctor --hardware hardware.json --json
+    something that is installed does not work.
     """
     with exit_codes():
-        findings = examine(hardware)
-    if json_output:
-        print_json({"findings": [finding._asdict() for finding in findings]})
-    else:
-        _show(findings)
+        findings = examine()
+    values = {"findings": [finding._asdict() for finding in findings]}
+    emit(lambda: values, lambda: _screen(findings), as_json=json_output)
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(FAULT)
 
 
-def version_lines() -> tuple[str, ...]:
-    """Return lines with the version, then Python and packages, then the memory pool."""
-    packages = (f"{name} {_version(name)}" for name in _PACKAGES)
-    pool = "built" if native_build.find() is not None else "built when first used"
-    return (
-        f"sppo {__version__}",
-        f"Python {platform.python_version()}, {', '.join(packages)}",
-        f"memory pool: {pool}",
-    )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _show(findings: tuple[Finding, ...]) -> None:
-    """Print a table for each subject, with the advice below each finding."""
-    console = Console()
-    console.width = max(console.width, _LEAST_COLUMNS)
+def _screen(findings: Sequence[Finding]) -> Screen:
+    """Yield a table for each subject, with the advice below each finding."""
     for subject, group in groupby(findings, key=lambda finding: finding.subject):
-        console.print(Text(subject, style="bold"))
-        table = Table(box=None, show_header=False, padding=(0, 1))
-        table.add_column(no_wrap=True, min_width=6)
-        table.add_column(no_wrap=True, min_width=14)
-        table.add_column(overflow="fold")
-        for finding in group:
-            text = f"{finding.found}\n{finding.advice}".rstrip()
-            table.add_row(_SIGNS[finding.state], Text(finding.name), Text(text))
-        console.print(table)
+        yield Text(subject, style="bold")
+        yield columns(
+            [_SIGNS[one.state], one.name, escape(f"{one.found}\n{one.advice}".rstrip())]
+            for one in group
+        )
 
 
-def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
+def examine() -> tuple[Finding, ...]:
     """Return the findings on this machine; nothing is measured or downloaded.
 
     The memory pool is built if it is missing. A check that fails, in whatever way, is a finding and
-    hides no other.
-
-    Args:
-        hardware: File of ``sppo bench`` whose figures are reported as well.
+    hides no other; what needs torch is left out if torch cannot be loaded.
     """
-    with_torch = {"native parts": _native_parts, "GPU": _gpus, "attention": _attention}
     checks: Mapping[str, Callable[[], Iterator[Finding]]] = {
         "machine": _machine,
         "limits": _limits,
         "packages": _packages,
-        **(with_torch if _torch_works() else {}),
-        "measured": partial(_measured, hardware),
+        "native parts": _native_parts,
+        "GPU": _gpus,
+        "attention": _attention,
     }
-    return tuple(
-        finding._replace(subject=subject)
-        for subject, check in checks.items()
-        for finding in _guarded(subject, check)
-    )
-
-
-def _guarded(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check; an error that ends it is the last of them."""
-    try:
-        yield from check()
-    except _ANYTHING as error:
-        package = (getattr(error, "name", None) or "").split(".")[0]
-        yield _broken(package or f"look at {subject}", error, package=package)
+    findings: list[Finding] = []
+    for subject, check in checks.items():
+        try:
+            findings += (finding._replace(subject=subject) for finding in check())
+        except _ANYTHING as error:
+            package = (getattr(error, "name", None) or "").split(".")[0]
+            broken = _broken(package or f"look at {subject}", error, package=package)
+            findings.append(broken._replace(subject=subject))
+        if any(finding.name == "torch" and finding.state == "broken" for finding in findings):
+            break
+    return tuple(findings)
 
 
 def _broken(name: str, error: BaseException, *, package: str) -> Finding:
@@ -182,7 +128,7 @@ def _enough(name: str, is_enough: bool, found: str, advice: str) -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    """Yield findings about processor, memory, NUMA nodes and disk."""
+    """Yield findings about processor, memory, threads, rates and disk."""
     cores, all_cores = this_machine.count_cores(), os.cpu_count() or 1
     limit = this_machine.control_group_limit_bytes()
     counts = counted(cores, "core") if cores == all_cores else f"{cores} of {all_cores} cores"
@@ -191,7 +137,9 @@ def _machine() -> Iterator[Finding]:
         memory += f" (limit of the control group: {format_bytes(limit)})"
     yield Finding("processor", "ok", f"{this_machine.cpu_model()}, {counts}")
     yield Finding("memory", "ok", memory)
-    yield Finding("NUMA", "ok", counted(this_machine.count_numa_nodes(), "memory node"))
+    measure = "sppo bench all -o hardware.json (two minutes)"
+    found = "plans for this machine use those of a preset, until it is measured"
+    yield Finding("rates", "note", found, f"measure it: {measure}")
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     yield Finding("system", "ok", system)
     yield _threads(cores)
@@ -239,11 +187,9 @@ def _limits() -> Iterator[Finding]:
         "ulimit -l unlimited"
     )
     opens = f"a rank of {_MANY_RANKS} opens about {files}: raise it (ulimit -Hn)"
-    writes = "a disk tier and checkpoints are files: raise it (ulimit -f) if they are larger"
-    limits: dict[str, tuple[int, float, Callable[[int], str], str]] = {
+    limits: dict[str, tuple[int, int, Callable[[int], str], str]] = {
         "open files": (resource.RLIMIT_NOFILE, files, str, opens),
         "locked memory": (resource.RLIMIT_MEMLOCK, GIB, format_bytes, locks),
-        "file size": (resource.RLIMIT_FSIZE, math.inf, format_bytes, writes),
     }
     for name, (kind, least, text, few) in limits.items():
         _, most = resource.getrlimit(kind)
@@ -251,11 +197,6 @@ def _limits() -> Iterator[Finding]:
             yield Finding(name, "ok", "unlimited")
         else:
             yield _enough(name, most >= least, f"{text(most)} at most", few)
-    addresses = address_room()
-    if addresses is not None:
-        state: State = "broken" if addresses < LIBRARY_ADDRESS_BYTES else "note"
-        advice = "weights, activations and libraries need them: raise it (ulimit -v, ulimit -d)"
-        yield Finding("addresses", state, f"{format_bytes(addresses)} left to a process", advice)
     less = "NCCL between GPUs of a machine needs more: in a container start it with --shm-size=1g"
     none = "NCCL between GPUs of a machine needs it: mount it"
     yield _room("shared memory", Path("/dev/shm"), least=64 * MIB, few=less, none=none)
@@ -299,15 +240,6 @@ def _torch() -> Any:
     import torch
 
     return torch
-
-
-def _torch_works() -> bool:
-    """Return whether torch can be imported; the findings about packages say why not."""
-    try:
-        _torch()
-    except _ANYTHING:
-        return False
-    return True
 
 
 def _native_parts() -> Iterator[Finding]:
@@ -373,37 +305,3 @@ def _attention() -> Iterator[Finding]:
         if not needs_casts(torch.empty(1, dtype=torch.bfloat16)):
             found, advice = "the processor multiplies them itself", ""
         yield _enough("bf16 on the CPU", not advice, found, advice)
-
-
-def _measured(hardware: Path | None) -> Iterator[Finding]:
-    """Yield findings about the figures in a file of ``sppo bench``."""
-    bench = "sppo bench all -o hardware.json (two minutes)"
-    if hardware is None:
-        advice = f"plans for this machine use a preset until it is measured: {bench}"
-        yield Finding("rates", "missing", "no file was named (--hardware FILE)", advice)
-        return
-    try:
-        spec = read_hardware(hardware)
-    except (OSError, ValueError) as error:
-        found = f"{hardware}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        yield Finding("rates", "broken", found, f"name another file, or measure: {bench}")
-        return
-    yield Finding("rates", "ok", f"{spec.shown_name}: {spec.provenance}, in {hardware}")
-    device, node, network = spec.device, spec.node, spec.network
-    dtypes = sorted({point.dtype for point in device.gemm_points})
-    rates = [f"{device.flops_per_s(dtype) / 1e12:.3g} TFLOP/s in {dtype}" for dtype in dtypes]
-    yield Finding("products", "ok", f"at most {', '.join(rates)}" if rates else "a preset's")
-    if network.message_compute_s_per_byte:
-        between = _gigabytes(network.intra_node_bytes_per_s)
-        compute = f"{network.message_compute_s_per_byte * 1e9:.2f} ns of compute on each end"
-        yield Finding("messages", "ok", f"{between} between ranks; a byte takes {compute}")
-    if node.disk_bytes and node.disk_write_bytes_per_s:
-        out, back = map(_gigabytes, (node.disk_write_bytes_per_s, node.disk_read_bytes_per_s))
-        yield Finding("disk", "ok", f"{out} written, {back} read")
-    if node.host_memory_bytes and node.d2h_bytes_per_s:
-        out, back = map(_gigabytes, (node.d2h_bytes_per_s, node.h2d_bytes_per_s))
-        yield Finding("host copies", "ok", f"{out} to the host, {back} back")
-
-
-def _gigabytes(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s"

@@ -13,12 +13,13 @@ from sppo.cli.candidate import (
     choices_json,
     degrees_json,
     hardware_json,
+    host_memory_text,
+    memory_screen,
     policy_text,
     shortfall_json,
     stages_json,
 )
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.memory import host_memory_text, memory_screen
 from sppo.cli.printing import Screen, emit, table
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate

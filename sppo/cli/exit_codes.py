@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 import typer
 
-from sppo.output_file import named_errors
 from sppo.parallel.job.environment import is_started_rank
 from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.quoting import readable
 from sppo.report.lines import for_stderr
+from sppo.training.interruption import NonFiniteError
 
 FAULT = 1
 """Exit code of a failing disk, a lost rank, or a bug."""
@@ -55,8 +53,6 @@ _NO_MEMORY = (
 )
 """Messages of the memory pool in ``csrc``, of torch's own CPU allocator, and of the loading of a
 library when ``ulimit -v`` leaves no address space."""
-_STANDARD_OUTPUT = Path("standard output")
-"""Name of standard output in errors."""
 
 
 @contextmanager
@@ -81,6 +77,8 @@ def exit_codes() -> Iterator[None]:
         if is_started_rank(os.environ):  # the launcher names the cause, and then this rank
             raise typer.Exit(FAULT) from None
         fail(_with_notes(str(error), error), code=FAULT)
+    except NonFiniteError as error:
+        fail(str(error), code=FAULT)
     except (RuntimeError, ImportError) as error:
         limit = _exhausted_limit(error)
         if limit is None:
@@ -94,37 +92,15 @@ def standard_output() -> Iterator[None]:
 
     Commands print their results after their work, outside of :func:`exit_codes`.
     """
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper):
-        sys.stdout = _StandardOutput(
-            out.buffer,
-            encoding=out.encoding,
-            errors=out.errors,
-            line_buffering=out.line_buffering,
-            write_through=out.write_through,
-        )
     try:
         yield
     except OSError as error:
+        where = error.filename or "standard output"
         try:
             with exit_codes():
-                raise error
+                raise OSError(error.errno, error.strerror, where) from error
         except typer.Exit as ended:
             sys.exit(ended.exit_code)
-
-
-class _StandardOutput(io.TextIOWrapper):
-    """Standard output whose errors name "standard output" as the file."""
-
-    def write(self, text: str) -> int:
-        """Write text as :meth:`io.TextIOWrapper.write` does."""
-        with named_errors(_STANDARD_OUTPUT):
-            return super().write(text)
-
-    def flush(self) -> None:
-        """Flush as :meth:`io.TextIOWrapper.flush` does."""
-        with named_errors(_STANDARD_OUTPUT):
-            super().flush()
 
 
 def fail(message: str, *, code: int) -> NoReturn:

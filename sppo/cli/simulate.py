@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -13,9 +13,9 @@ import typer
 
 from sppo.api import steps_to_simulate
 from sppo.cli.arguments import Json, load_planned_run
+from sppo.cli.candidate import host_memory_text
 from sppo.cli.command_group import CommandGroup, key_command
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.memory import host_memory_text
 from sppo.cli.printing import Screen, emit, item_table, written
 from sppo.config.key_values import read_keys
 from sppo.config.problems import KEY_PATHS, nearest
@@ -70,9 +70,6 @@ def simulate(
             "of costs apply; offload_ratio is full if left out.",
         ),
     ] = None,
-    forward_only: Annotated[
-        bool, typer.Option("--forward-only", help="Simulate an evaluation.")
-    ] = False,
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,7 +115,6 @@ def simulate(
         )
         names = [name for given in compare or () for name in given.split(",") if name] + names
         found = read_request(file, values, program=program, names=names)
-        found = replace(found, forward_only=forward_only)
         if png is not None:
             write_png(png, timelines=found.timelines, is_abstract=found.run is None)
         if trace is not None:
@@ -141,26 +137,22 @@ class Simulation:
         run: Step of a run or a plan, which is the first case; None with abstract costs, in the
             user's units.
         chosen: Keys that the run leaves out and the solver chose.
-        forward_only: Whether the forward part is simulated as the first case, whose memory no step
-            fills.
     """
 
     cases: tuple[Case, ...]
     forward: Case
     run: SimulatedRun | None = None
     chosen: tuple[str, ...] = ()
-    forward_only: bool = False
 
     @cached_property
     def timelines(self) -> list[Timeline]:
         """Timeline of the requested schedule, then those of the schedules to compare with."""
-        first = self.forward if self.forward_only else self.cases[0]
-        return [play(case.schedule, costs=case.costs) for case in (first, *self.cases[1:])]
+        return [play(case.schedule, costs=case.costs) for case in self.cases]
 
     @property
     def device_total_bytes(self) -> list[int]:
         """Peak memory of one device of each rank, states included; [] if not known."""
-        if self.run is None or self.forward_only:
+        if self.run is None:
             return []
         tracks = zip(self.timelines[0].ranks, self.run.steady_bytes, strict=True)
         return [steady + round(_peak_bytes(track)) for track, steady in tracks]
@@ -288,13 +280,12 @@ def _values(found: Simulation) -> dict[str, Any]:
         values["hardware"] = run.hardware.name_and_origin
         values["num_devices"] = run.num_devices
         values["chosen_by_solve"] = list(found.chosen)
-        values["device_total_bytes"] = totals or None
-        if totals:
-            # The same name has the same meaning as in solve and estimate: states are counted.
-            values["saved_peak_bytes"] = values["device_peak_bytes"]
-            values["device_peak_bytes"] = totals
-            values["host_peak_bytes"] = run.host_peak_bytes
-            values["node_host_peak_bytes"] = run.node_host_bytes
+        values["device_total_bytes"] = totals
+        # The same name has the same meaning as in solve and estimate: states are counted.
+        values["saved_peak_bytes"] = values["device_peak_bytes"]
+        values["device_peak_bytes"] = totals
+        values["host_peak_bytes"] = run.host_peak_bytes
+        values["node_host_peak_bytes"] = run.node_host_bytes
     values["forward_makespan_s"] = found.forward_makespan_s
     if len(found.timelines) > 1:
         values["compare"] = [timeline_report(timeline) for timeline in found.timelines[1:]]
@@ -320,7 +311,7 @@ def _screen(found: Simulation) -> Screen:
     # Headings break between words, so that values stay on one line in 80 columns.
     broken = {heading.replace(" ", "\n"): cell for heading, cell in columns.items()}
     yield item_table(range(len(tracks[:_SHOWN_RANKS])), broken, left=0)
-    if run is not None and totals and run.host_peak_bytes:
+    if run is not None and run.host_peak_bytes:
         yield host_memory_text(run.host_peak_bytes, node_bytes=run.node_host_bytes)
     hidden = len(tracks) - _SHOWN_RANKS
     if hidden > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.cli.printing import emit, print_json, working
 from sppo.cli.solve_corpus import corpus_json, corpus_screen
-from sppo.cli.solve_report import Answer, train_command
+from sppo.cli.solve_report import Answer, launch_commands
 from sppo.cli.solve_stream import stream_json, stream_screen
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
@@ -22,7 +23,6 @@ from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.improvements import Improvement, improvements
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.planning.plan import plan_json
-from sppo.plots.step import step_plot
 
 PlanOutput = Annotated[
     Path | None,
@@ -57,14 +57,6 @@ def solve(
             " lognormal-768.",
         ),
     ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png",
-            metavar="FILE",
-            help="Of data.samples=documents: draw a step: its lengths, chunks, and levels.",
-        ),
-    ] = None,
     json_output: Json = False,
 ) -> None:
     """Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.
@@ -79,16 +71,8 @@ def solve(
         sppo solve configs/run/gpt_7b_documents_32gpu.yaml --lengths github
     """
     with exit_codes():
-        check_output_files(
-            {"-o": output, "--png": png}, plots=["--png"], plans=["-o"], inputs=[run_file]
-        )
+        check_output_files({"-o": output}, plans=["-o"], inputs=[run_file])
         run = load_run(run_file, overrides or [])
-        for option, value in {"--lengths": lengths, "--png": png}.items():
-            if value is not None and run.data.samples != "documents":
-                raise ValueError(
-                    f"{option}: only of data.samples=documents, and this run has the stream; leave "
-                    "it out (sppo simulate draws the step of a plan)"
-                )
         try:
             with working("searching for the fastest plan"):
                 solution = find_solution(run, lengths=lengths)
@@ -100,14 +84,15 @@ def solve(
         if output is not None:
             write_json(output, plan_json(plan_of(solution)))
         paying: Sequence[Improvement] | None = () if explain else None
-        if isinstance(solution, CorpusSolution):
-            if png is not None and solution.best is not None:
-                step_plot(solution.best.plans[0], png, source=solution.steps.source)
-        elif explain:
+        if explain and not isinstance(solution, CorpusSolution):
             with working("comparing with what was not asked for"):
                 paying = improvements(solution)
-        train = train_command(run_file, overrides or [], output=output)
-        answer = Answer(solution, (), train, output, png, paying)
+        plan = str(output or "plan.json")
+        train = shlex.join(["sppo", "train", str(run_file), *(overrides or []), "--plan", plan])
+        assert solution.best is not None, "find_solution raises if nothing fits"
+        per_node = solution.hardware.node.num_devices
+        launch = launch_commands(solution.best.degrees, devices_per_node=per_node, train=train)
+        answer = Answer(solution, (), train, launch, output, paying)
         screen = corpus_screen if isinstance(solution, CorpusSolution) else stream_screen
         emit(partial(_values, answer), partial(screen, answer), as_json=json_output)
 

@@ -7,10 +7,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from sppo.cli.candidate import choices_json, degrees_json, memory_json, stages_json
+from sppo.cli.candidate import choices_json, degrees_json, memory_json, memory_screen, stages_json
 from sppo.cli.explanation import explanation_json, explanation_screen
-from sppo.cli.memory import memory_screen
-from sppo.cli.printing import Screen, Unbroken, written
+from sppo.cli.printing import Screen, Unbroken
 from sppo.cli.solve_report import (
     DEGREES,
     Answer,
@@ -161,7 +160,6 @@ def corpus_screen(answer: Answer) -> Screen:
         yield from explanation_screen(best.plans[0].evaluated)
     if answer.output is not None:
         yield Unbroken(f"written {answer.output}: {answer.train}")
-    yield from written(answer.png)
 
 
 def _request_lines(solution: CorpusSolution) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +36,8 @@ class Answer:
         solution: Solution, without a best way to divide the devices if nothing fits.
         changes: If nothing fits, changes of the request that would make it fit.
         train: Command that trains by the best plan.
+        launch: Commands that train by it on the nodes of the machine.
         output: File that the best plan was written to; None if there is none.
-        png: File that a step was drawn into; None if there is none.
         improvements: Changes of the request that would increase throughput, for an answer that also
             says where the seconds of the best step go; None for a short one.
     """
@@ -46,8 +45,8 @@ class Answer:
     solution: Solution | CorpusSolution
     changes: Sequence[Advice] = ()
     train: str = ""
+    launch: Sequence[str] = ()
     output: Path | None = None
-    png: Path | None = None
     improvements: Sequence[Improvement] | None = None
 
     @property
@@ -55,12 +54,6 @@ class Answer:
         """Best way to divide the devices, then the runners-up; [] if nothing fits."""
         best = self.solution.best
         return [] if best is None else [best, *self.solution.runners_up]
-
-    @property
-    def launch(self) -> tuple[str, ...]:
-        """Commands that train by the best plan."""
-        per_node = self.solution.hardware.node.num_devices
-        return launch_commands(self.ways[0].degrees, devices_per_node=per_node, train=self.train)
 
     @property
     def devices_left_over(self) -> int:
@@ -124,25 +117,13 @@ def step_text(seconds: float) -> str:
     return f"{seconds:.4g} s" if 1 <= seconds < 1000 else format_duration(seconds)
 
 
-def train_command(run_file: Path, overrides: Sequence[str], *, output: Path | None) -> str:
-    """Return the command that trains a run by its plan.
-
-    Args:
-        run_file: File of the run.
-        overrides: Overrides of its keys that the plan was made with.
-        output: File of the plan; None if it has not been written.
-    """
-    plan = str(output or "plan.json")
-    return shlex.join(["sppo", "train", str(run_file), *overrides, "--plan", plan])
-
-
 def launch_commands(degrees: Degrees, *, devices_per_node: int, train: str) -> tuple[str, ...]:
     """Return the commands that train by a plan: sppo on one node, torchrun and srun on several.
 
     Args:
         degrees: Degrees of the plan.
         devices_per_node: Devices of each node of the machine.
-        train: Command that trains by the plan, see :func:`train_command`.
+        train: Command that trains by the plan.
     """
     devices, group = degrees.num_devices, degrees.sequence_parallel
     if devices <= devices_per_node:

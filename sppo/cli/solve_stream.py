@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ import numpy as np
 from sppo.cli.candidate import (
     choices_json,
     degrees_json,
+    memory_screen,
     policy_text,
     shortfall_json,
     stages_json,
 )
 from sppo.cli.explanation import explanation_json, explanation_screen
-from sppo.cli.memory import memory_screen
 from sppo.cli.printing import Screen, Unbroken, columns
 from sppo.cli.solve_report import (
     DEGREES,
@@ -44,8 +44,6 @@ MFU_DEFINITION = (
     "causal model FLOPs, nothing recomputed (6·weights·tokens + 6·S²·heads·head size a layer), "
     "over time · devices · peak"
 )
-_BAR_WIDTH = 24
-_SHOWN_RATIOS = 10
 
 
 def stream_json(answer: Answer) -> dict[str, Any]:
@@ -110,14 +108,23 @@ def _rejection_json(rejection: Rejection) -> dict[str, Any]:
 
 
 def stream_screen(answer: Answer) -> Screen:
-    """Yield the best candidate, its runners-up, launch commands and memory."""
+    """Yield the best candidate, its runners-up, launch commands, memory, and rejected degrees."""
     solution, best = answer.solution, answer.solution.best
     assert isinstance(solution, Solution), "an answer for the stream"
     assert isinstance(best, EvaluatedCandidate), "an answer that fits"
     yield run_line(solution.run)
     yield f"on {hardware_line(solution.hardware)}"
     yield ways_table(answer, *_sections(answer))
-    yield from _remarks(answer, solution, best)
+    yield f"policy {best.effective_policy}: {policy_text(best)}"
+    yield f"MFU: {MFU_DEFINITION}"
+    if any(other.step_s < best.step_s for other in solution.runners_up):
+        yield "of divisions within 1 % of the fastest, the best takes least host memory"
+    if left := answer.devices_left_over:
+        yield (
+            f"{left} of {counted(solution.hardware.num_devices, 'device')} "
+            f"{'is' if left == 1 else 'are'} left over: more sequences per step "
+            "(train.sequences_per_step) would use them"
+        )
     yield from launch_lines(answer)
     if answer.improvements:
         yield ""
@@ -131,12 +138,18 @@ def stream_screen(answer: Answer) -> Screen:
             ]
             for improvement in answer.improvements
         )
-    if len(solution.by_num_subsequences) > 1:
-        yield from _numbers_of_subsequences(solution, best)
     yield ""
     yield from memory_screen(best)
-    yield from _rejected_lines(solution)
-    yield "words: docs/glossary.md; what is decided, and how: docs/planning.md"
+    groups = rejected_groups(solution.rejected)
+    total = sum(group.count for group in groups)
+    if total == 1:
+        yield "1 other way does not work (--json lists it):"
+    elif total:
+        yield f"{total} other ways do not work (--json lists them):"
+    for group in groups:
+        yield f" {group.count:>3} × {group.reason}"
+        if group.example:
+            yield f"     {group.example}"
     if answer.improvements is not None:
         yield from explanation_screen(best)
     if answer.output is not None:
@@ -154,13 +167,13 @@ def _sections(answer: Answer) -> Iterator[Rows]:
         **DEGREES,
         "devices used": lambda o: str(o.degrees.num_devices),
         "subsequences (N)": lambda o: str(len(o.candidate.lengths)),
-        "tokens of each": lambda o: _first_and_last(o.candidate.lengths),
+        "tokens of each": lambda o: _ends(o.candidate.lengths, str),
         "schedule": lambda o: o.candidate.schedule,
         "stages on a rank": lambda o: str(o.candidate.virtual_stages),
         "K/V placement": lambda o: o.kv,
         "state": lambda o: o.candidate.state.text(),
         "policy": lambda o: o.effective_policy,
-        "offload ratio": lambda o: _ratios_text(predicted(o).offload_ratios),
+        "offload ratio": lambda o: _ends(predicted(o).offload_ratios, "{:.2f}".format),
         "  its mean": lambda o: f"{np.mean(predicted(o).offload_ratios):.2f}",
     }
     step = {
@@ -197,73 +210,6 @@ def _sections(answer: Answer) -> Iterator[Rows]:
         }
 
 
-def _remarks(answer: Answer, solution: Solution, best: EvaluatedCandidate) -> Iterator[str]:
-    """Yield lines about the policy of the best candidate, and about how it was chosen."""
-    yield f"policy {best.effective_policy}: {policy_text(best)}"
-    ratios = predict(solution.run, best).offload_ratios
-    if any(ratios):
-        yield _offload_ratios_line(ratios)
-    yield f"MFU: {MFU_DEFINITION}"
-    if any(other.step_s < best.step_s for other in solution.runners_up):
-        yield "of divisions within 1 % of the fastest, the best takes least host memory"
-    left = answer.devices_left_over
-    if left:
-        yield (
-            f"{left} of {counted(solution.hardware.num_devices, 'device')} "
-            f"{'is' if left == 1 else 'are'} left over: more sequences per step "
-            "(train.sequences_per_step) would use them"
-        )
-
-
-def _first_and_last(lengths: Sequence[int]) -> str:
-    """Return the first length, and the last one if it differs."""
-    first, last = lengths[0], lengths[-1]
-    return str(first) if first == last else f"{first} … {last}"
-
-
-def _ratios_text(ratios: Sequence[float]) -> str:
-    """Return the first and last offload ratio as text; "none" if all are 0."""
-    return f"{ratios[0]:.2f} … {ratios[-1]:.2f}" if any(ratios) else "none"
-
-
-def _offload_ratios_line(ratios: Sequence[float]) -> str:
-    """Return a line with at most ten evenly spaced ratios, including the first and the last."""
-    count = min(len(ratios), _SHOWN_RATIOS)
-    places = np.linspace(0, len(ratios) - 1, count).round().astype(int)
-    shown = " ".join(f"{ratios[place]:.2f}" for place in places)
-    of_all = f" ({count} of {len(ratios)})" if count < len(ratios) else ""
-    return f"offload ratio, first to last subsequence{of_all}: {shown}"
-
-
-def _numbers_of_subsequences(solution: Solution, best: EvaluatedCandidate) -> Screen:
-    """Yield the step time over N for the best degrees; bars show the time above the best N."""
-    candidates = solution.by_num_subsequences
-    times_s = [evaluated.time.step_s for evaluated in candidates]
-    least, most = min(times_s), max(times_s)
-    yield ""
-    yield (
-        f"step over N with {best.degrees.text()}, schedule "
-        f"{candidates[0].candidate.schedule} (closed form); bars: time above the best N"
-    )
-    rows = []
-    for evaluated, step_s in zip(candidates, times_s, strict=True):
-        number = len(evaluated.candidate.lengths)
-        width = round(_BAR_WIDTH * (step_s - least) / (most - least)) if most > least else 0
-        mark = " ◀ chosen" if number == len(best.candidate.lengths) else ""
-        above = f"+{step_s / least - 1:.1%}"
-        rows.append([f" N {number}", step_text(step_s), above, f"{'█' * width}{mark}"])
-    yield columns(rows, right=3)
-
-
-def _rejected_lines(solution: Solution) -> Iterator[str]:
-    """Yield lines about the rejected candidates, grouped by the reason."""
-    groups = rejected_groups(solution.rejected)
-    total = sum(group.count for group in groups)
-    if total == 1:
-        yield "1 other way does not work (--json lists it):"
-    elif total:
-        yield f"{total} other ways do not work (--json lists them):"
-    for group in groups:
-        yield f" {group.count:>3} × {group.reason}"
-        if group.example:
-            yield f"     {group.example}"
+def _ends(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """Return the first value as text, and the last one if its text differs."""
+    return " … ".join(dict.fromkeys((show(values[0]), show(values[-1]))))

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 
 from sppo.cli.arguments import Overrides, RunFile
-from sppo.cli.exit_codes import FAULT, exit_codes, fail
+from sppo.cli.exit_codes import exit_codes
 from sppo.cli.stop_signals import Stopped
 from sppo.config import load_run
 from sppo.parallel.job.signals import stopped_exit_code
 from sppo.planning.plan import read_plan
-from sppo.training.start import ReadyRun, prepare_run, start_ranks, train_as_rank
+from sppo.training.start import prepare_run, start_ranks, train_as_rank
 
 _GOES_ON = ": the same command goes on from the newest checkpoint, or begins again"
 
@@ -49,25 +49,15 @@ def train(
         console = Console(quiet=quiet)
         chosen = None if plan is None else read_plan(plan)
         try:
-            ready = prepare_run(run, chosen, source=str(plan), console=console)
+            ready = prepare_run(run, chosen, console=console)
             if ready.starts_ranks:
                 raise typer.Exit(start_ranks(ready, sys.argv[1:]))
-            _train_as_rank(ready, console)
+            environment = ready.environment
+            is_ours = environment is None or environment.launcher == "sppo"
+            command = shlex.join(["sppo", *sys.argv[1:]]) if is_ours else "the same command"
+            outcome = train_as_rank(ready, console=console, command=command)
         except Stopped as stopped:
             stopped.advice = _GOES_ON
             raise
-
-
-def _train_as_rank(ready: ReadyRun, console: Console) -> None:
-    """Train as one rank of the run, or as its only rank, and end with the exit code of the run."""
-    from sppo.training.step import NonFiniteError
-
-    environment = ready.environment
-    is_ours = environment is None or environment.launcher == "sppo"
-    command = shlex.join(["sppo", *sys.argv[1:]]) if is_ours else "the same command"
-    try:
-        outcome = train_as_rank(ready, console=console, command=command)
-    except NonFiniteError as error:
-        fail(str(error), code=FAULT)
     if outcome.interrupted_by is not None:
         raise typer.Exit(stopped_exit_code(signal.Signals[outcome.interrupted_by]))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from sppo.config.huggingface_families import FAMILIES
-from sppo.config.huggingface_settings import Json, Key, integer, refusal, require
+from sppo.config.huggingface_families import FAMILIES, HfFamily
+from sppo.config.huggingface_settings import Json, Key, refusal, require
 from sppo.config.json_file import read_json
 from sppo.config.model import Family, ModelConfig
 from sppo.quoting import quoted
@@ -83,16 +83,23 @@ def model_fields(config: Json) -> dict[str, Any]:
     if faults:
         raise ValueError("config.json has " + "; ".join(faults))
     family = FAMILIES[cast(Family, name)]
-    values = {family.aliases.get(key, key): value for key, value in config.items()}
-    # The family's own name of a key takes precedence over an alias.
-    own = {key: config[key] for key in family.aliases.values() if config.get(key) is not None}
-    values = {**family.defaults, **values, **own}
-    sizes = [s for s in family.settings if isinstance(s, Key) and s.parse is integer]
-    require(values, [size.key for size in sizes if size.if_null is None])
+    values = _with_own_names(config, family)
+    keys = [setting for setting in family.settings if isinstance(setting, Key)]
+    require(values, [key.key for key in keys if key.is_required_size])
     fields: dict[str, Any] = {"family": name, **family.fixed}
     for setting in family.settings:
         fields |= setting.read(values)
     return fields
+
+
+def _with_own_names(config: Json, family: HfFamily) -> Json:
+    """Return the settings by the family's own names of keys, with its defaults for those absent.
+
+    If a key and an alias of it are both there, the key counts unless it is null.
+    """
+    values = {family.aliases.get(key, key): value for key, value in config.items()}
+    own = {key: config[key] for key in family.aliases.values() if config.get(key) is not None}
+    return {**family.defaults, **values, **own}
 
 
 def ignored_settings(config: Json) -> tuple[str, ...]:

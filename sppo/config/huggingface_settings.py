@@ -39,6 +39,11 @@ class Key:
     also: str | None = None
     """Older name of the key, which is written as well."""
 
+    @property
+    def is_required_size(self) -> bool:
+        """True if the key holds a size that a configuration must name."""
+        return self.parse is integer and self.if_null is None
+
     def read(self, config: Json) -> dict[str, Any]:
         """Return the model field."""
         if self.if_null is not None and config.get(self.key) is None:

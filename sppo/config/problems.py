@@ -140,13 +140,14 @@ def _problem(
     """Yield the problem at ``names``; several details are errors of the branches of a union."""
     path = ".".join(names)
     value, kind = details[0].get("input"), details[0]["type"]
+    is_section = len(names) == 1 and path in keys
     if kind in _NO_SUCH_KEY:
         yield _unknown_key(names, value, keys)
     elif kind == "missing":
         yield Problem(path, MISSING, "required")
-    elif len(names) == 1 and path in keys and not isinstance(value, dict):
+    elif is_section and not isinstance(value, dict):
         yield Problem(path, quoted(value), _section_rule(path))
-    elif not names or (len(names) == 1 and path in keys):
+    elif is_section or not names:  # a rule across the keys of a section, or of the whole run
         rules = [_rule(detail) for detail in details if detail["type"] != "literal_error"]
         yield from (Problem(path, "", rule) for rule in rules)
     else:

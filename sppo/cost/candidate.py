@@ -180,15 +180,6 @@ class Candidate:
         return range(rank, self.num_stages, self.pipeline_parallel_degree)
 
     @property
-    def layers_of_ranks(self) -> tuple[int, ...]:
-        """Number of layers on each pipeline rank, all its stages together."""
-        stages = self.stages
-        return tuple(
-            sum(len(stages[stage]) for stage in self.stages_of_rank(rank))
-            for rank in range(self.pipeline_parallel_degree)
-        )
-
-    @property
     def kv_of_stages(self) -> tuple[KVPlacement, ...]:
         """Placement of each stage's K and V between its forward and its backward."""
         turns = kv_of_turns("retained", recomputed=0, turns=self.virtual_stages)

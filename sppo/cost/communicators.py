@@ -50,6 +50,17 @@ class CommunicatorUse:
     gathers_weights: bool = False
     """True if weights are gathered for use (ZeRO-3)."""
 
+    @classmethod
+    def of(cls, candidate: Candidate, *, ranges: Sequence[tuple[int, int]] = ()) -> CommunicatorUse:
+        """Return the features of a candidate, whose MSP groups form ``ranges``."""
+        return cls(
+            ranges=ranges,
+            cuts_units=candidate.schedule == "sppo_msp",
+            wraps=candidate.virtual_stages > 1,
+            ties_ends=candidate.workload.model.tie_embeddings,
+            gathers_weights=candidate.zero >= 3,
+        )
+
 
 def count_communicators(
     use: CommunicatorUse,
@@ -102,13 +113,7 @@ def communicators_bytes(
     workload, width = candidate.workload, candidate.workload.sequence_parallel_degree
     shards_weights = workload.sequence_parallel == "megatron" and width > 1
     count = count_communicators(
-        CommunicatorUse(
-            ranges=ranges,
-            cuts_units=candidate.schedule == "sppo_msp",
-            wraps=candidate.virtual_stages > 1,
-            ties_ends=workload.model.tie_embeddings,
-            gathers_weights=candidate.zero >= 3,
-        ),
+        CommunicatorUse.of(candidate, ranges=ranges),
         replicas=candidate.data_parallel_degree,
         pipeline_ranks=candidate.pipeline_parallel_degree,
         width=width,

@@ -34,10 +34,10 @@ from sppo.cost.elementwise import (
     work_seconds,
 )
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, layer_flops, recomputed_linear_names
-from sppo.cost.logits_tile import tile_tokens
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape, layer_shapes
 from sppo.cost.pass_parts import LayerParts, LayerSeconds, PassParts, pass_parts
+from sppo.cost.tiles import tile_tokens
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.rates import Floats, Product
 from sppo.schedule.costs import Table

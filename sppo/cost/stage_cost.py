@@ -237,7 +237,7 @@ def _recompute_seconds(
         placement: Placement of the candidate's activations.
         units: Seconds of the candidate's units.
     """
-    firsts, kinds = _distinct_stages(candidate, placement)
+    firsts, kinds = distinct_stages(candidate, placement)
     share = placement.recomputed[firsts] / np.array(candidate.lengths)[None, :, None]
     linear = share[:, :, LINEAR] + _input_recompute_fraction(candidate)[firsts]
     of_linear, of_attention = (
@@ -307,7 +307,7 @@ def placed_bytes(
     Returns:
         Bytes on one device, [stages, subsequences].
     """
-    firsts, kinds = _distinct_stages(candidate, placement)
+    firsts, kinds = distinct_stages(candidate, placement)
     rows: Counts = getattr(placement, name)
     return saved_bytes(
         rows[firsts],
@@ -330,7 +330,7 @@ def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
     )
 
 
-def _distinct_stages(
+def distinct_stages(
     candidate: Candidate, placement: ActivationPlacement
 ) -> tuple[list[int], list[int]]:
     """Return the first stage of each kind, and the kind of each stage.

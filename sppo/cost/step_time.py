@@ -32,9 +32,6 @@ from sppo.schedule.costs import Costs, Link, Links, Table
 
 Indices = npt.NDArray[np.intp]
 
-_AT_ONCE = 1 << 16
-"""Entries of a table [steps, stages, units] that is priced at once: it fits a processor's cache."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -77,20 +74,6 @@ def step_times(
     costs: Sequence[Costs], *, num_sequences: int, looped_ranks: int | None = None
 ) -> list[StepTime]:
     """Return :func:`step_time` of steps that differ in the placement of activations alone."""
-    at_once = max(1, _AT_ONCE // costs[0].forward_s.size)
-    return [
-        time
-        for begin in range(0, len(costs), at_once)
-        for time in _priced_together(
-            costs[begin : begin + at_once], num_sequences=num_sequences, looped_ranks=looped_ranks
-        )
-    ]
-
-
-def _priced_together(
-    costs: Sequence[Costs], *, num_sequences: int, looped_ranks: int | None
-) -> list[StepTime]:
-    """Return the times of steps whose tables are stacked."""
     first = costs[0]
     forward = np.stack([one.forward_s for one in costs])
     backward = np.stack([one.backward_s for one in costs])

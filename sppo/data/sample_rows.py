@@ -1,4 +1,9 @@
-"""Samples of every step of a run, with their tokens and labels."""
+"""Samples of every step of a run, with their tokens and labels.
+
+A sample of T tokens that begins at position p of the token data has the tokens p to p + T - 1 and
+the labels p + 1 to p + T: the label of a token is the token after it. Sample k of a stream that is
+cut into sequences of S tokens begins at k S; a sample of documents begins where its document does.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +96,7 @@ class TrainingData(StepSamples):
             tokens.append(ids[:-1])
             labels.append(np.where(self._counts(sample), ids[1:], IGNORED_LABEL))
             inner = self._inner_starts(sample) - first
+            # A document that begins at the last label has no token in the sample.
             starts += [begin, *(begin + inner[inner < length]).tolist()]
             begin += length
         return SequenceData(
@@ -105,9 +111,10 @@ class TrainingData(StepSamples):
 
     def _counts(self, sample: int) -> NDArray[np.bool_]:
         """Return which labels of a sample are valid, bool [length]."""
-        first = self._first(sample) + 1
-        counts = counting_tokens(self.data, first, first + int(self.table.lengths[sample]))
-        counts[self._inner_starts(sample) - first] = False
+        first_label = self._first(sample) + 1
+        end = first_label + int(self.table.lengths[sample])
+        counts = counting_tokens(self.data, first_label, end)
+        counts[self._inner_starts(sample) - first_label] = False
         return counts
 
     def _inner_starts(self, sample: int) -> NDArray[np.int64]:
@@ -117,5 +124,6 @@ class TrainingData(StepSamples):
         """
         if not self.isolate_documents:
             return np.empty(0, dtype=np.int64)
-        first = self._first(sample) + 1
-        return document_starts(self.data, first, first + int(self.table.lengths[sample]))
+        first_label = self._first(sample) + 1
+        end = first_label + int(self.table.lengths[sample])
+        return document_starts(self.data, first_label, end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
-from sppo.activations.policy import policy_placement
-from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
-from sppo.engine.executor import Executor, StepOutput
-from sppo.engine.msp.executor import MspExecutor
-from sppo.engine.msp.stage import MspMemory, MspStage
+from sppo.engine.executor import Executor
+from sppo.engine.model_ends import ModelEnds
+from sppo.engine.msp.providers import BorrowedMemory, ShardProviders
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.providers.gradients import GradientProvider, ResidentGradients
 from sppo.engine.providers.state_streams import StateStreams
@@ -25,10 +24,11 @@ from sppo.engine.providers.streamed_gradients import StreamedGradients
 from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.engine.providers.weights import ResidentWeights, WeightPart, WeightProvider
 from sppo.engine.stage import Stage
+from sppo.engine.stage_providers import WholeUnits
 from sppo.engine.step_programs import PlannedStep, StepPrograms
+from sppo.engine.step_units import StepUnits
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
-from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
@@ -103,27 +103,21 @@ class Engine:
             provider of them.
         gradients: Buffers by global name to add gradients to, fp32 (fp64 for fp64), or a provider
             of them; None for evaluation only.
-        policy: Activation policy, see :mod:`sppo.activations.policy`; ignored with `placements`.
-        placements: Rows to retain, offload and recompute, by stage. All stages of all ranks must
-            be given, because every rank must make the same program.
+        policy: Activation policy, see :mod:`sppo.activations.policy`; ignored if `pipeline` has
+            placements.
         offloaded: Store for offloaded tensors of this rank; closed with the engine.
-        kv_offloaded: Stages, of all ranks, whose K and V leave the device between forward and
-            backward.
-        kv_recomputed: Stages, of all ranks, that recompute K and V before their backward; their
-            layers retain their inputs.
         streamed_weights: Weights that live in another tier and that the program fetches; `weights`
             must provide the same tensors to the stages. None if weights stay on the device.
         streamed_gradients: Gradient sums that live in another tier; `gradients` must provide the
             same tensors. None if gradients stay on the device.
         input_every: Layers per saved layer input, see :class:`sppo.engine.stage.Stage`.
-        pipeline: The stages of this rank and its links to other pipeline ranks.
+        pipeline: The stages of this rank, their plan, and links to other pipeline ranks.
         exchange: Communication with the ranks that hold the other tokens of every subsequence; a
             :class:`MegatronSequenceParallel` if they hold other shards of the weights, too.
-        attention_backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         stopwatch: Clock of the actions; None uses the host's clock.
         debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
-            a sequence, saved tensors in the stack of a LIFO arena.
+            a sequence, saved tensors on the stack of a lone stage.
 
     Raises:
         TypeError: A value of another type.
@@ -137,23 +131,19 @@ class Engine:
         weights: Mapping[str, Tensor] | WeightProvider,
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
-        placements: Mapping[int, PlacementOf] | None = None,
         offloaded: BlockStore | None = None,
-        kv_offloaded: Collection[int] = (),
-        kv_recomputed: Collection[int] = (),
         streamed_weights: StreamedWeights | None = None,
         streamed_gradients: StreamedGradients | None = None,
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
-        attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
     ) -> None:
         check_engine(model, weights, gradients, pipeline=pipeline, sharded=exchange)
-        self._checked_model = model if isinstance(weights, Mapping) else None
-        self._pipeline = pipeline
+        self._model, self._pipeline = model, pipeline
+        self._checks_steps = isinstance(weights, Mapping)
         self._stopwatch = stopwatch
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
@@ -176,96 +166,57 @@ class Engine:
             self._gradients,
             stages=pipeline.layers(model.num_layers).keys(),
         )
-        every_stage = range(pipeline.placement.num_stages)
         self._programs = StepPrograms(
             pipeline,
-            placements=placements or dict.fromkeys(every_stage, policy_placement(policy)),
-            kv_offloaded=kv_offloaded,
-            kv_recomputed=kv_recomputed,
+            policy=policy,
             streams_weights=streamed_weights is not None,
             streams_gradients=streamed_gradients is not None,
         )
-        self._build_stages = partial(
-            self._built_stages,
-            model,
-            input_every=input_every,
-            exchange=exchange,
-            attention_backend=attention_backend,
-            loss_terms=loss_terms,
-            debug=debug,
-        )
-        self._build_msp_stages = partial(
-            self._built_msp_stages, model, exchange=exchange, attention_backend=attention_backend
-        )
+        self._input_every, self._exchange = input_every, exchange
+        self._loss_terms, self._debug = loss_terms, debug
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Build the stages and their K/V store, all empty."""
-        self._stages = self._build_stages()
-        self._kv = next(iter(self._stages.values())).kv
-        self._msp_stages = self._build_msp_stages()
-        self._msp: tuple[Schedule, MspExecutor] | None = None
-
-    def _built_stages(
-        self,
-        model: ModelConfig,
-        *,
-        input_every: int,
-        exchange: UlyssesAllToAll | MegatronSequenceParallel | None,
-        attention_backend: Backend,
-        loss_terms: LossTerms,
-        debug: bool,
-    ) -> dict[int, Stage]:
-        """Return new stages of this rank, which share a K/V store."""
-        pipeline = self._pipeline
-        stages: dict[int, Stage] = {}
-        kv: KVStore | None = None
-        for index, layers in pipeline.layers(model.num_layers).items():
-            stages[index] = Stage(
-                model,
-                weights=self._weights,
-                gradients=self._gradients,
-                store=self._store,
-                kv=kv,
-                input_every=input_every,
-                layers=layers,
-                exchange=exchange,
-                attention_backend=attention_backend,
-                loss_terms=loss_terms,
-                sends_keys=pipeline.msp_links is not None,
-                debug=debug,
-            )
-            kv = stages[index].kv
-        return stages
-
-    def _built_msp_stages(
-        self,
-        model: ModelConfig,
-        *,
-        exchange: UlyssesAllToAll | MegatronSequenceParallel | None,
-        attention_backend: Backend,
-    ) -> Mapping[int, MspStage]:
-        """Return new stages that run MSP shards on this rank, for all stages; empty without MSP."""
-        pipeline = self._pipeline
-        if pipeline.msp_links is None:
-            return {}
-        assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
-        return {
-            index: MspStage(
-                model,
-                layers=layers,
-                owner=self._stages.get(index),
-                gradients=self._gradients,
-                store=self._store,
-                kv=self._kv,
-                heads=exchange,
-                members=pipeline.msp_links.members,
-                dtype=self._weights.dtype,
-                device=self._weights.device,
-                attention_backend=attention_backend,
-            )
-            for index, layers in enumerate(pipeline.all_layers(model.num_layers))
+        """Build the stages, their K/V store and the model's ends, all empty."""
+        pipeline, exchange, weights = self._pipeline, self._exchange, self._weights
+        model = self._model
+        if isinstance(exchange, MegatronSequenceParallel):
+            model = exchange.sharding.own_model
+        self._kv = KVStore(
+            model,
+            dtype=weights.dtype,
+            device=weights.device,
+            heads=exchange.shard.keys if isinstance(exchange, UlyssesAllToAll) else None,
+            sent=pipeline.msp_links is not None,
+            poison=self._debug,
+        )
+        self._ends = ModelEnds(
+            model,
+            weights=weights,
+            gradients=self._gradients,
+            store=self._store,
+            loss_terms=self._loss_terms,
+        )
+        whole = WholeUnits(weights, self._gradients, self._kv, self._ends)
+        stage = partial(Stage, self._model, store=self._store, kv=self._kv, exchange=exchange)
+        self._stages = {
+            index: stage(layers=layers, providers=whole, input_every=self._input_every)
+            for index, layers in pipeline.layers(model.num_layers).items()
         }
+        self._shards: dict[int, ShardProviders] = {}
+        self._shard_stages: dict[int, Stage] = {}
+        if pipeline.msp_links is None:
+            return
+        assert model is self._model, "with Megatron no unit is cut: checked before training"
+        for index, layers in enumerate(pipeline.all_layers(model.num_layers)):
+            self._shards[index] = ShardProviders(
+                model,
+                weights=weights,
+                gradients=self._gradients,
+                store=self._kv,
+                ends=self._ends,
+            )
+            self._shard_stages[index] = stage(layers=layers, providers=self._shards[index])
 
     @torch.no_grad()
     def accumulate(
@@ -305,7 +256,7 @@ class Engine:
         self._check(sequences, boundaries, num_valid=num_valid)
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
-        schedule, output = self._run(
+        schedule, trace = self._run(
             sequences,
             boundaries,
             loss_scale=1.0 / max(1, num_valid),
@@ -313,13 +264,13 @@ class Engine:
             before_action=before_action,
             on_failure=on_failure,
         )
-        losses = [loss.double().sum() for loss in output.token_losses.values()]
+        losses = [loss.double().sum() for loss in self._ends.take_losses().values()]
         nothing = torch.zeros((), dtype=torch.float64)
         return StepResult(
             torch.stack(losses).sum() if losses else nothing,
             num_valid,
             schedule=schedule,
-            executed=output.trace,
+            executed=trace,
         )
 
     @torch.no_grad()
@@ -333,8 +284,8 @@ class Engine:
             ValueError: See :meth:`accumulate`.
         """
         self._check([data], [boundaries], num_valid=None)
-        _, output = self._run([data], [boundaries], loss_scale=None)
-        losses = output.token_losses
+        self._run([data], [boundaries], loss_scale=None)
+        losses = self._ends.take_losses()
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
 
     def schedule(self, lengths: Sequence[Sequence[int]]) -> Schedule:
@@ -343,7 +294,7 @@ class Engine:
         Connects the ranks of each MSP group, so every rank must call it.
         """
         step = self._programs.step(tuple(map(tuple, lengths)), forward_only=False)
-        self._msp_executor(step)
+        self._connect(step.program)
         return step.program
 
     def reserve_host(self, boundaries: Sequence[Sequence[int]]) -> None:
@@ -365,7 +316,7 @@ class Engine:
             units |= units_of(index, SequenceData(no_tokens_S, no_tokens_S), cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
         step = self._programs.step(lengths, forward_only=False)
-        self._prepare(step, units, reserve=BlockStore.reserve_host)
+        self._prepare(step, self._step_units(step, units), reserve=BlockStore.reserve_host)
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
@@ -381,9 +332,9 @@ class Engine:
         return peaks
 
     @property
-    def most_shards_held(self) -> dict[int, MspMemory]:
+    def most_shards_held(self) -> dict[int, BorrowedMemory]:
         """Peak memory that this rank held for MSP shards of other ranks' stages, by stage."""
-        return {index: stage.most_held for index, stage in self._msp_stages.items()}
+        return {index: providers.most_held for index, providers in self._shards.items()}
 
     def take_copies(self) -> CopyReport:
         """Return the report of copies of offloaded tensors since the last call."""
@@ -401,9 +352,9 @@ class Engine:
         num_valid: int | None,
     ) -> None:
         """Check a step of a Python program; training reads checked data, and does not wait here."""
-        if self._checked_model is not None:
+        if self._checks_steps:
             check_step(
-                self._checked_model,
+                self._model,
                 sequences,
                 boundaries,
                 num_valid=num_valid,
@@ -419,7 +370,7 @@ class Engine:
         planned: PlannedStep | None = None,
         before_action: Callable[[int, Action], None] = _go_on,
         on_failure: Callable[[BaseException], None] = _say_nothing,
-    ) -> tuple[Schedule, StepOutput]:
+    ) -> tuple[Schedule, Trace]:
         units: dict[tuple[int, int], Unit] = {}
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
             units |= units_of(index, data, cuts, self._shard)
@@ -427,30 +378,27 @@ class Engine:
         step = planned or self._programs.step(lengths, forward_only=loss_scale is None)
         schedule = step.program
         assert schedule.lengths == lengths, "the step was planned for other sequences"
-        program = schedule.programs[self._pipeline.rank]
-        msp = self._msp_executor(step)
+        step_units = self._step_units(step, units)
         if loss_scale is not None:
-            self._prepare(step, units)
-        elif msp is not None:
-            msp.begin(units, training=False)
-        self._weights.begin(self._visits(program, units))
+            self._prepare(step, step_units)
+        self._weights.begin(self._visits(schedule, step_units))
         executor = Executor(
             schedule,
             rank=self._pipeline.rank,
-            stages=self._stages,
+            units=step_units,
+            message=(self._model.hidden_size, self._weights.dtype),
             p2p=self._pipeline.p2p,
             state=self._state,
-            msp=msp,
             stopwatch=self._stopwatch,
         )
         try:
-            output = executor.run(
-                units, loss_scale=loss_scale, before_action=before_action, on_failure=on_failure
+            trace = executor.run(
+                loss_scale=loss_scale, before_action=before_action, on_failure=on_failure
             )
         except BaseException:
             self._give_up()
             raise
-        return schedule, output
+        return schedule, trace
 
     def _give_up(self) -> None:
         """Drop all that a failed step holds, unless the device does not answer and may use it."""
@@ -458,70 +406,64 @@ class Engine:
         if all(drained):
             self._start_anew()
 
-    def _visits(
-        self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]
-    ) -> Iterator[WeightPart]:
+    def _visits(self, schedule: Schedule, units: StepUnits) -> Iterator[WeightPart]:
         """Yield the weight parts that this rank's units compute with, in order."""
-        for action in program:
-            # MSP shards receive their weights from the owner, see MspWeights.
+        for action in schedule.programs[self._pipeline.rank]:
+            # MSP shards receive their weights from the owner, see SharedWeights.
             if action.kind in COMPUTE_KINDS and action.num_shards == 1:
-                yield from self._stages[action.stage].visits(action.kind, units[action.unit])
+                yield from units.stage(action).visits(action.kind, units.unit(action))
 
-    def _msp_executor(self, step: PlannedStep) -> MspExecutor | None:
-        """Return the runner of the MSP shards of ``step``; None if no unit is cut."""
-        schedule, links = step.program, self._pipeline.msp_links
-        if links is None or not schedule.msp_groups:
-            return None
-        if self._msp is None or self._msp[0] is not schedule:
-            links.connect(msp_ranges(schedule.msp_groups))
-            executor = MspExecutor(
-                schedule,
-                stages=self._msp_stages,
-                placements={stage: by_unit(step.placements[stage]) for stage in self._msp_stages},
-                exchange_of=links.exchange,
-                rank=self._pipeline.rank,
-                member=self._shard.rank,
-            )
-            self._msp = schedule, executor
-        return self._msp[1]
+    def _connect(self, schedule: Schedule) -> None:
+        """Connect the ranks of each MSP group that are not connected yet."""
+        if self._pipeline.msp_links is not None:
+            self._pipeline.msp_links.connect(msp_ranges(schedule.msp_groups))
+
+    def _step_units(self, step: PlannedStep, units: Mapping[UnitKey, Unit]) -> StepUnits:
+        self._connect(step.program)
+        return StepUnits(
+            step.program,
+            units,
+            stages=self._stages,
+            shard_stages=self._shard_stages,
+            links=self._pipeline.msp_links,
+            member=self._shard.rank,
+        )
 
     def _prepare(
         self,
         step: PlannedStep,
-        units: Mapping[tuple[int, int], Unit],
+        units: StepUnits,
         *,
         reserve: Callable[[BlockStore, OffloadSchedule], None] = BlockStore.prepare,
     ) -> None:
         """Lay out what each stage saves, reserve memory for it, and prepare the offloads."""
         schedule = step.program
-        for index, stage in self._stages.items():
-            own = self._whole_units(schedule, index)
-            stage.prepare(
-                {a.unit: units[a.unit] for a in own if a.kind is ActionKind.B},
-                placements=by_unit(step.placements[index]),
-                sequences_in_flight=sequences_in_flight(own),
-                kv_placement=kv_placement(own),
-            )
-        msp = self._msp_executor(step)
-        if msp is not None:
-            msp.begin(units, training=True)
+        program = schedule.programs[self._pipeline.rank]
+        for stages, is_cut in ((self._stages, False), (self._shard_stages, True)):
+            for index, stage in stages.items():
+                own = [a for a in program if a.stage == index and (a.num_shards > 1) is is_cut]
+                stage.prepare(
+                    {a.unit: units.unit(a) for a in own if a.kind is ActionKind.B},
+                    placements=by_unit(step.placements[index]),
+                    sequences_in_flight=sequences_in_flight(own),
+                    kv_placement=kv_placement(own),
+                )
         if not self._store.offloads:
             return
         if self._offloads is None or self._offloads[0] is not schedule:
-            self._offloads = schedule, self._offload_schedule(schedule, msp)
+            self._offloads = schedule, self._offload_schedule(schedule)
         reserve(self._store, self._offloads[1])  # same object for equal steps: store reuses it
 
-    def _offload_schedule(self, schedule: Schedule, msp: MspExecutor | None) -> OffloadSchedule:
+    def _offload_schedule(self, schedule: Schedule) -> OffloadSchedule:
         """Return the offload schedule of all stages, with blocks in the order of their use."""
         layouts = {index: stage.layout for index, stage in self._stages.items()}
-        shards = {} if msp is None else msp.layouts
+        shards = {
+            index: stage.layout
+            for index, stage in self._shard_stages.items()
+            if stage.layout.shards
+        }
         order = order_of_use(schedule.programs[self._pipeline.rank], layouts, shards=shards)
         return offload_schedule([*layouts.values(), *shards.values()], order=order)
-
-    def _whole_units(self, schedule: Schedule, stage: int) -> list[Action]:
-        """Return the actions of one of this rank's stages that run whole units."""
-        program = schedule.programs[self._pipeline.rank]
-        return [a for a in program if a.stage == stage and a.num_shards == 1]
 
 
 def by_unit(

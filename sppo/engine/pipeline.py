@@ -1,19 +1,24 @@
-"""Position of one rank in a pipeline, its schedule, and its links to other pipeline ranks."""
+"""One rank's part of a pipeline: its position, its plan, and its links to other pipeline ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from sppo.activations.subsequence_placement import PlacementOf
 from sppo.cost.candidate import layers_of_stages
 from sppo.parallel.msp_exchange import MspLinks
-from sppo.parallel.pipeline_p2p import PipelineP2P
+from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.schedule.actions import Placement
 from sppo.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Position of one rank in a pipeline, its schedule, and its links to other ranks.
+    """One rank's part of a pipeline.
+
+    Placements of all stages of all ranks must be given, because every rank must make the same
+    program.
 
     Attributes:
         schedule: Name of the schedule, see :mod:`sppo.schedule.generate`.
@@ -22,6 +27,10 @@ class Pipeline:
         num_virtual: Number of stages on each rank.
         p2p: Pipeline communication with neighbouring stages; None on one rank.
         planned: Program of the planned step; None without a plan, as in tests.
+        placements: Rows to retain, offload and recompute, by stage; None for the engine's policy.
+        kv_offloaded: Stages whose K and V leave the device between forward and backward.
+        kv_recomputed: Stages that recompute K and V before their backward; their layers retain
+            their inputs.
         msp_links: Communicators of MSP groups; None if no unit is cut.
     """
 
@@ -29,8 +38,11 @@ class Pipeline:
     num_ranks: int = 1
     rank: int = 0
     num_virtual: int = 1
-    p2p: PipelineP2P | None = None
+    p2p: PipelineLinks | None = None
     planned: Schedule | None = None
+    placements: Mapping[int, PlacementOf] | None = None
+    kv_offloaded: Collection[int] = ()
+    kv_recomputed: Collection[int] = ()
     msp_links: MspLinks | None = None
 
     @property

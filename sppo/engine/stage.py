@@ -1,10 +1,10 @@
 """Consecutive layers that one rank runs, with the embedding or the head at the model's ends.
 
-``forward`` and ``backward`` take one unit, a (sequence, subsequence) pair. On the last stage,
-forward computes the loss and the gradient of the head's input, tile by tile, so logits are never
-kept for backward.
+``forward`` and ``backward`` take one unit, a (sequence, subsequence) pair, or an MSP shard of one.
+Weights, sums of gradients, and keys and values come from providers
+(:mod:`sppo.engine.stage_providers`).
 
-Legend: C tokens of the subsequence, E hidden, V vocabulary.
+Legend: C tokens of the unit on this rank, E hidden.
 """
 
 from __future__ import annotations
@@ -14,32 +14,23 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 
 from torch import Tensor
-from torch.nn import functional
 
 from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.engine.attention.kv_store import KVStore
+from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.attention.prefix_attention import PrefixAttention
-from sppo.engine.attention.unit_kv import StoredKV, UnitKV
-from sppo.engine.providers.gradients import GradientProvider, gradients_of
-from sppo.engine.providers.weights import WeightPart, WeightProvider, visit
+from sppo.engine.providers.weights import WeightPart, visit
 from sppo.engine.saved_tensors import cut, join
+from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import TokenSpan, Unit
-from sppo.kernels.attention.interface import Backend
-from sppo.kernels.cross_entropy import (
-    CROSS_ENTROPY,
-    LossTerms,
-    linear_cross_entropy,
-    linear_cross_entropy_with_gradient,
-)
 from sppo.kernels.rotary import RotaryTable
-from sppo.model.gradients import DeferredGradients, GradientSink, GradientSum
-from sppo.model.layer import Layer, Saved, SubsequenceAttention, Weights, norm, norm_backward
+from sppo.model.gradients import DeferredGradients, GradientSink
+from sppo.model.layer import Layer, Saved
 from sppo.model.rope import rotary_table
 from sppo.offload.block_store import BlockStore
-from sppo.offload.tensor_stack import stacked_bytes
+from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind, UnitKey
@@ -51,67 +42,43 @@ class Stage:
 
     Args:
         model: Model configuration.
-        weights: Provider of the stage's parameters, in the compute dtype.
-        gradients: Provider of buffers to add gradients to, fp32 (fp64 for fp64); None for forward
-            only.
+        layers: Half-open range of layers.
+        providers: Weights, sinks of gradients, keys and values, and the model's ends.
         store: Store of saved tensors, shared by all stages of the rank.
-        kv: Store of keys and values, shared by all stages of the rank; None makes one for this
-            stage.
+        kv: Store of keys and values, shared by all stages of the rank.
         input_every: Save the input of every `input_every`-th layer only, where attention outputs
             are saved; the other inputs are recomputed, see :meth:`_recompute_input`.
-        layers: Half-open range of layers; None for all.
         exchange: Communication with the ranks over which every unit's tokens are sharded; None if
             they are not. A :class:`MegatronSequenceParallel` if weights are sharded, too.
-        attention_backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
-        loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
-        sends_keys: Whether stored K and V are sent to ranks that run MSP shards of the units.
-        debug: Overwrite K/V buffers with NaN when they are released.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         *,
-        weights: WeightProvider,
-        gradients: GradientProvider | None,
+        layers: range,
+        providers: StageProviders,
         store: BlockStore,
-        kv: KVStore | None = None,
+        kv: KVStore,
         input_every: int = 1,
-        layers: range | None = None,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
-        attention_backend: Backend = "auto",
-        loss_terms: LossTerms = CROSS_ENTROPY,
-        sends_keys: bool = False,
-        debug: bool = False,
     ) -> None:
         self._tensor = exchange if isinstance(exchange, MegatronSequenceParallel) else None
         self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
         self.model = model if self._tensor is None else self._tensor.sharding.own_model
-        self._layers = range(model.num_layers) if layers is None else layers
-        self._weights, self._gradients = weights, gradients
+        self._layers, self._providers = layers, providers
         self.store = store
         """Store of saved tensors, shared by all stages of the rank."""
-        self._backend: Backend = attention_backend
-        self._loss_terms = loss_terms
-        self.dtype = weights.dtype
+        self._kv = kv
         self._blocks = BlockLayout(
-            tensor_bytes_per_token(self.model, element_bytes=weights.dtype.itemsize),
+            tensor_bytes_per_token(self.model, element_bytes=kv.dtype.itemsize),
             layers=self._layers,
             input_every=input_every,
         )
         self.layout = ActivationLayout(self._blocks, {})
         """Layout of the saved tensors of the step given to :meth:`prepare`."""
-        self.kv = kv or KVStore(
-            self.model,
-            dtype=weights.dtype,
-            device=weights.device,
-            heads=None if self._heads is None else self._heads.shard.keys,
-            sent=sends_keys,
-            poison=debug,
-        )
         self._kv_placement: KVPlacement = "retained"
-        self._token_losses: dict[tuple[int, int], Tensor] = {}
-        self._deferred: dict[tuple[int, int], list[tuple[int, DeferredGradients]]] = {}
+        self._deferred: dict[UnitKey, list[tuple[int, DeferredGradients]]] = {}
 
     @cached_property
     def is_first(self) -> bool:
@@ -158,7 +125,7 @@ class Stage:
             span: Span of the unit.
         """
         kv, _ = self.store.get(key)
-        self._store_kv(key.layer, key.sequence, span, kv["keys"], kv["values"])
+        StoredKV(self._kv, key.layer, key.sequence, span).write(kv["keys"], kv["values"])
         self.store.free(key)
 
     def _offload_kv(self, key: ActivationKey, kv: Saved) -> None:
@@ -182,7 +149,7 @@ class Stage:
             rank=0 if exchange is None else exchange.rank,
             unsharded_token_placements=None if self._tensor is None else placements,
             sequences_in_flight=sequences_in_flight,
-            kv_row_bytes=self.kv.row_bytes if self._kv_placement == "offloaded" else 0,
+            kv_row_bytes=self._kv.row_bytes if self._kv_placement == "offloaded" else 0,
         )
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:
@@ -224,12 +191,13 @@ class Stage:
             Output ``[C, E]`` for the next stage; None on the last stage.
         """
         training = loss_scale is not None
-        x = self.embed(unit) if x_CE is None else x_CE
+        self._providers.begin(unit, self._layers, forward=True)
+        x = self._providers.ends.embed(unit) if x_CE is None else x_CE
         del x_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
         for index in self._layers:
             offloaded, retained = self.layout.tensor_rows(unit.key, index) if training else ({}, {})
-            with visit(self._weights, index) as weights:
+            with visit(self._providers.weights, index) as weights:
                 x, saved = self._layer(unit).forward(
                     x,
                     weights,
@@ -240,11 +208,12 @@ class Stage:
             if training:
                 self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
-        if training and self._kv_placement != "retained" and unit.span.end == unit.span.length:
-            self.release_sequence(unit.sequence)
+        kv_stays = training and self._kv_placement == "retained"
+        if not kv_stays and unit.span.end == unit.span.length:
+            self._release_sequence(unit.sequence)
         if not self.is_last:
             return x
-        self.loss(unit, x, loss_scale)
+        self._providers.ends.loss(unit, x, loss_scale)
         return None
 
     def backward(
@@ -268,9 +237,8 @@ class Stage:
         Returns:
             Gradient of the input ``[C, E]``; None on the first stage.
         """
-        if dy_CE is None:
-            dy_CE = self.take_loss_gradient(unit)
-        dx = dy_CE
+        self._providers.begin(unit, self._layers[::-1], forward=False)
+        dx = self._providers.ends.take_loss_gradient(unit) if dy_CE is None else dy_CE
         del dy_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
 
@@ -284,7 +252,7 @@ class Stage:
             saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
             if "x_in" not in saved:
                 self._recompute_input(unit, index, saved, taken, take, rotary)
-            with visit(self._weights, index) as weights:
+            with visit(self._providers.weights, index) as weights:
                 attention, layer = self._attention(unit, index), self._layer(unit)
                 layer.recompute_missing_rows(saved, weights, rotary=rotary, attention=attention)
                 with self._sink(unit, index, deferred=defer_weights) as gradients:
@@ -298,10 +266,10 @@ class Stage:
                     )
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
-            self.release_sequence(unit.sequence)
+            self._release_sequence(unit.sequence)
         if not self.is_first:
             return dx
-        self.embed_backward(unit, dx)
+        self._providers.ends.embed_backward(unit, dx)
         return None
 
     def recompute_kv(self, unit: Unit) -> None:
@@ -316,43 +284,28 @@ class Stage:
             x = self.store.peek(ActivationKey(*unit.key, index), "x_in")
             assert x is not None, f"layer {index} has not retained its input"
             assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
-            with visit(self._weights, index) as weights:
+            with visit(self._providers.weights, index) as weights:
                 k, v = self._layer(unit).recompute_kv(x, weights, rotary=rotary)
-            if self._heads is not None:
-                k, v = self._heads.keys_to_heads(k, v, unit.shard_tokens)
-            self._store_kv(index, unit.sequence, unit.span, k, v)
-
-    def _store_kv(
-        self, layer: int, sequence: int, span: TokenSpan, k_CKD: Tensor, v_CKD: Tensor
-    ) -> None:
-        """Write K and V of one layer of a unit to the KV store."""
-        self.kv.write(
-            layer, sequence, start=span.start, length=span.length, k_CKD=k_CKD, v_CKD=v_CKD
-        )
+            self._attention(unit, index).provide(k, v)
 
     def weight_gradients(self, unit: Unit) -> None:
         """Compute the deferred weight gradients of a unit; once per unit."""
         for index, sink in reversed(self._deferred.pop(unit.key)):
             self.store.held.add(-sink.operand_bytes)
-            with gradients_of(self._provided_gradients, index) as totals:
-                sink.add_up(totals)
+            with self._providers.sink(unit, index) as sums:
+                sink.add_up(sums)
 
     @contextmanager
     def _sink(self, unit: Unit, index: int, *, deferred: bool) -> Iterator[GradientSink]:
         """Yield the sink of the weight gradients of layer ``index``."""
         if not deferred:
-            with gradients_of(self._provided_gradients, index) as totals:
-                yield GradientSum(totals)
+            with self._providers.sink(unit, index) as sums:
+                yield sums
             return
         sink = DeferredGradients()
         yield sink
         self._deferred.setdefault(unit.key, []).append((index, sink))
         self.store.held.add(sink.operand_bytes)
-
-    @property
-    def _provided_gradients(self) -> GradientProvider:
-        assert self._gradients is not None, "training needs gradient buffers"
-        return self._gradients
 
     def _recompute_input(
         self,
@@ -374,138 +327,57 @@ class Stage:
             taken[below] = take(ActivationKey(*unit.key, below))
         if "x_in" not in taken[below]:
             self._recompute_input(unit, below, taken[below], taken, take, rotary)
-        with visit(self._weights, below) as weights:
+        with visit(self._providers.weights, below) as weights:
             layer, attention = self._layer(unit), self._attention(unit, below)
             layer.recompute_missing_rows(taken[below], weights, rotary=rotary, attention=attention)
             saved["x_in"] = layer.recompute_output(taken[below], weights)
 
-    def take_loss_gradient(self, unit: Unit) -> Tensor:
-        """Return the gradient ``[C, E]`` of the last layer's output, computed in forward.
-
-        Last stage only, once per unit.
-        """
-        _, retained = self.store.get(self._head_key(unit))
-        return retained["dx"]
-
-    def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
-        """Return the unscaled loss of each token of a unit, ``[C]``; last stage, once per unit."""
-        return self._token_losses.pop((sequence, subsequence))
-
-    def release_sequence(self, sequence: int) -> None:
+    def _release_sequence(self, sequence: int) -> None:
         """Free K and V of a sequence in the layers of this stage."""
-        self.kv.release(sequence, layers=self._layers)
+        self._kv.release(sequence, layers=self._layers)
 
     def assert_idle(self) -> None:
         """Assert that the step left nothing over: every saved tensor was used exactly once."""
         leftovers = {
             "activations": self.store.num_entries,
-            "sequences in the KV store": self.kv.num_sequences,
-            "token losses": len(self._token_losses),
+            "sequences in the KV store": self._kv.num_sequences,
             "weight gradients": len(self._deferred),
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
 
     def _retained_bytes(self, unit: Unit) -> int:
         """Return the bytes that forward of ``unit`` leaves in the store on the device."""
-        head = stacked_bytes((unit.tokens_C.shape[0], self.model.hidden_size), self.dtype.itemsize)
+        head = stacked_bytes(
+            (unit.tokens_C.shape[0], self.model.hidden_size), self._kv.dtype.itemsize
+        )
         return self.layout.retained_bytes(unit.key) + (head if self.is_last else 0)
-
-    def _head_key(self, unit: Unit) -> ActivationKey:
-        return ActivationKey(*unit.key, self.model.num_layers)
-
-    @property
-    def _head(self) -> str:
-        return "embed.weight" if self.model.tie_embeddings else "head.weight"
 
     def _rotary(self, unit: Unit) -> RotaryTable | None:
         if self.model.position != "rotary":
             return None
         positions = unit.positions_C if self._tensor is None else unit.span_positions_C
-        return rotary_table(self.model, positions, dtype=self.dtype)
+        return rotary_table(self.model, positions, dtype=self._kv.dtype)
 
     def _layer(self, unit: Unit) -> Layer:
         if self._tensor is None:
             return Layer(self.model)
         return Layer(self.model, ShardedTokens(self._tensor, unit.shard_tokens))
 
-    def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> SubsequenceAttention:
+    def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> PrefixAttention:
+        offload = None
+        if saves_kv and self._kv_placement == "offloaded":
+            offload = partial(self._offload_kv, ActivationKey(*unit.key, index, is_kv=True))
         return PrefixAttention(
-            self._unit_kv(unit, index, saves_kv=saves_kv),
+            self._providers.kv(unit, index),
             unit.runs,
             self._unsaved_attention_tokens(unit),
             self._heads,
             window=self.model.window_of(index),
             document_starts=unit.span.document_starts,
-            backend=self._backend,
+            offload=offload,
         )
-
-    def _unit_kv(self, unit: Unit, index: int, *, saves_kv: bool) -> UnitKV:
-        """Return keys and values of a layer; with ``saves_kv``, those of the unit may leave."""
-        offload = None
-        if saves_kv and self._kv_placement == "offloaded":
-            offload = partial(self._offload_kv, ActivationKey(*unit.key, index, is_kv=True))
-        return StoredKV(self.kv, index, unit.sequence, unit.span, offload)
 
     def _unsaved_attention_tokens(self, unit: Unit) -> tuple[int, ...]:
         """Return for each rank how many of its last tokens have no saved attention output."""
         saved = unit.key in self.layout.shards
         return self.layout.unsaved_attention_tokens(unit.key) if saved else unit.shard_tokens
-
-    @property
-    def weights(self) -> WeightProvider:
-        """Weight provider of this stage."""
-        return self._weights
-
-    def embed(self, unit: Unit) -> Tensor:
-        """Return the input of the first layer, ``[C, E]``."""
-        with visit(self._weights, "embedding") as weights:
-            x = functional.embedding(unit.tokens_C, weights["embed.weight"])
-            if self.model.position == "learned":
-                x = x + functional.embedding(unit.positions_C, weights["positions.weight"])
-        return x
-
-    def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
-        """Add the gradients of the embedding, given the gradient of the first layer's input."""
-        with gradients_of(self._provided_gradients, "embedding") as totals:
-            embed = totals["embed.weight"]
-            embed.index_add_(0, unit.tokens_C, dx_CE.to(embed.dtype))
-            if self.model.position == "learned":
-                positions = totals["positions.weight"]
-                positions.index_add_(0, unit.positions_C, dx_CE.to(positions.dtype))
-
-    def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
-        """Compute the losses of a unit from the last layer's output; in training, also gradients.
-
-        Args:
-            unit: Unit to compute; its labels are read.
-            x_CE: Output of the last layer.
-            loss_scale: Factor of the summed loss; None computes losses only.
-        """
-        with visit(self._weights, "head") as weights:
-            hidden = norm(self.model, "final_norm", x_CE, weights)
-            if loss_scale is None:
-                losses = linear_cross_entropy(hidden, weights[self._head], unit.labels_C)
-            else:
-                losses = self._loss_and_gradient(unit, x_CE, hidden, weights, loss_scale)
-        self._token_losses[unit.key] = losses
-
-    def _loss_and_gradient(
-        self, unit: Unit, x_CE: Tensor, hidden_CE: Tensor, weights: Weights, loss_scale: float
-    ) -> Tensor:
-        """Return the losses ``[C]``, add the head's gradients, and save the gradient of ``x_CE``.
-
-        ``hidden_CE`` is ``x_CE`` after the final norm.
-        """
-        with gradients_of(self._provided_gradients, "head") as totals:
-            losses, dhidden = linear_cross_entropy_with_gradient(
-                hidden_CE,
-                weights[self._head],
-                unit.labels_C,
-                scale=loss_scale,
-                dweight_VE=totals[self._head],
-                terms=self._loss_terms,
-            )
-            sink = GradientSum(totals)
-            dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
-        self.store.put(self._head_key(unit), retained={"dx": dx})
-        return losses

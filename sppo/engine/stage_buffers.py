@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sppo.parallel.pipeline_p2p import PipelineP2P, RecvHandle
+from sppo.parallel.pipeline_p2p import MessageInFlight, PipelineLinks
 from sppo.schedule.actions import Action, ActionKind, UnitKey, Wire
 from sppo.schedule.msp_groups import Route
 from sppo.schedule.schedule import Schedule
@@ -39,18 +39,16 @@ class StageBuffers:
         schedule: Schedule of the step.
         rank: Pipeline rank of this process.
         p2p: Pipeline communication; None if the program has no messages.
+        local: Function that counts this rank's tokens of each unit.
     """
 
-    def __init__(self, schedule: Schedule, *, rank: int, p2p: PipelineP2P | None) -> None:
-        self._schedule, self._rank, self._p2p = schedule, rank, p2p
-        self._local: LocalTokens = lambda unit, tokens: tokens
+    def __init__(
+        self, schedule: Schedule, *, rank: int, p2p: PipelineLinks | None, local: LocalTokens
+    ) -> None:
+        self._schedule, self._rank, self._p2p, self._local = schedule, rank, p2p, local
         self._here: dict[_InputKey, dict[int, Tensor]] = {}
-        self._expected: dict[_InputKey, dict[int, RecvHandle]] = {}
+        self._expected: dict[_InputKey, dict[int, MessageInFlight]] = {}
         self._outgoing: dict[tuple[_InputKey, int], Tensor] = {}
-
-    def begin(self, local: LocalTokens) -> None:
-        """Start a step; ``local`` counts this rank's tokens of each unit."""
-        self._local = local
 
     def put(self, wire: Wire, action: Action, tensor: Tensor, *, first: int = 0) -> None:
         """Store the output of an F (wire "act") or B (wire "grad").

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
+from sppo.activations.policy import policy_placement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.engine.pipeline import Pipeline
 from sppo.schedule.actions import Lengths
 from sppo.schedule.orders.names import order_of
@@ -39,10 +40,7 @@ class StepPrograms:
 
     Args:
         pipeline: This rank's part of the pipeline, with the planned program if there is one.
-        placements: Rows to retain, offload and recompute, by stage. All stages must be given,
-            because every rank must make the same program.
-        kv_offloaded: Stages whose K and V leave the device between forward and backward.
-        kv_recomputed: Stages that recompute K and V before their backward.
+        policy: Activation policy of all stages of a pipeline without placements.
         streams_weights: Whether weights are copied to the device stage by stage.
         streams_gradients: Whether gradients are copied off the device stage by stage.
     """
@@ -51,14 +49,15 @@ class StepPrograms:
         self,
         pipeline: Pipeline,
         *,
-        placements: Mapping[int, PlacementOf],
-        kv_offloaded: Collection[int],
-        kv_recomputed: Collection[int],
+        policy: str,
         streams_weights: bool,
         streams_gradients: bool,
     ) -> None:
-        self._pipeline, self._placements = pipeline, placements
-        self._kv_offloaded, self._kv_recomputed = kv_offloaded, kv_recomputed
+        self._pipeline = pipeline
+        every_stage = range(pipeline.placement.num_stages)
+        self._placements = pipeline.placements or dict.fromkeys(
+            every_stage, policy_placement(policy)
+        )
         self._streams_weights, self._streams_gradients = streams_weights, streams_gradients
         self._made: dict[tuple[Lengths, bool], PlannedStep] = {}
 
@@ -104,8 +103,8 @@ class StepPrograms:
             forward_only=forward_only,
             costs=equal_costs(
                 offloaded=offloaded,
-                kv_offloaded=() if forward_only else self._kv_offloaded,
-                kv_recomputed=() if forward_only else self._kv_recomputed,
+                kv_offloaded=() if forward_only else pipeline.kv_offloaded,
+                kv_recomputed=() if forward_only else pipeline.kv_recomputed,
                 streams_weights=self._streams_weights,
                 streams_gradients=self._streams_gradients,
             ),

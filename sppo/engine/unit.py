@@ -74,6 +74,11 @@ class Unit:
         return self.sequence, self.subsequence
 
     @property
+    def first_token(self) -> int:
+        """Index of the first token among this rank's tokens of the whole unit."""
+        return 0
+
+    @property
     def runs(self) -> tuple[Run, ...]:
         """Positions in the sequence of the tokens of each rank over which the unit is sharded."""
         bounds = accumulate(self.shard_tokens, initial=self.span.start)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from sppo.cost.logits_tile import tile_tokens
+from sppo.cost.tiles import tile_tokens
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.fused import fused
 from sppo.kernels.labels import IGNORED_LABEL

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo.cost.product_tile import product_rows
+from sppo.cost.tiles import product_rows
 from sppo.kernels.half_products import add_product_by_casts, needs_casts, product_by_casts
 from sppo.kernels.row_tiles import row_tiles
 

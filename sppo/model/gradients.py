@@ -82,9 +82,8 @@ class DeferredGradients:
         operands = {t.data_ptr(): t for _, *pair in self._operands for t in pair}
         return sum(t.numel() * t.element_size() for t in operands.values())
 
-    def add_up(self, totals: Mapping[str, Tensor]) -> None:
-        """Add all stored gradients and products to ``totals``, fp32 buffers by name; clear them."""
-        sink = GradientSum(totals)
+    def add_up(self, sink: GradientSink) -> None:
+        """Give all stored gradients and products to ``sink``; clear them."""
         for name, gradient in self._finished:
             sink.add(name, gradient)
         for name, dy_CO, x_CI in self._operands:

@@ -48,7 +48,7 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.held_bytes import HeldBytes
 from sppo.offload.integrity import Checksums
 from sppo.offload.lane import Event, Lane
-from sppo.offload.tensor_stack import TensorStack
+from sppo.offload.retained import RetainedTensors, TensorStack, copied, on_its_own
 
 _NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
 POISON = 0xFF
@@ -121,12 +121,7 @@ class BlockStore:
         debug: bool = False,
     ) -> None:
         self._lane_if_any, self._disk, self._source_lag, self._debug = lane, disk, source_lag, debug
-        self._retained: dict[ActivationKey, dict[str, Tensor]] = {}
-        self._stack: TensorStack | None = None
-        self._lent: dict[ActivationKey, list[Tensor]] = {}
-        self._poisons_stack = False
-        self.held = HeldBytes()
-        """Bytes of the tensors that stay on the device; the caller adds those of its own."""
+        self._retained = RetainedTensors()
         self._checksums = Checksums() if debug else None
         self._memory: dict[str, Tensor] = {}
         self._slot_bytes = self._file_bytes = 0
@@ -143,7 +138,12 @@ class BlockStore:
         Args:
             poison: Overwrite tensors with NaN when they are freed, so that a late reader gets NaN.
         """
-        self._stack, self._poisons_stack = TensorStack(), poison
+        self._retained = TensorStack(poison=poison)
+
+    @property
+    def held(self) -> HeldBytes:
+        """Bytes of the tensors that stay on the device; the caller adds those of its own."""
+        return self._retained.held
 
     def reserve(self, retained_bytes: int) -> None:
         """Reserve the stack, if any, for ``retained_bytes`` of tensors; call between steps.
@@ -151,8 +151,7 @@ class BlockStore:
         Raises:
             MemoryError: The machine lacks memory.
         """
-        if self._stack is not None:
-            self._stack.reserve(retained_bytes)
+        self._retained.reserve(retained_bytes)
 
     def reserve_host(self, schedule: OffloadSchedule) -> None:
         """Take the host memory of a step, which page-locking makes slow, before the first step.
@@ -208,14 +207,8 @@ class BlockStore:
         Raises:
             OSError: The disk failed in an earlier copy.
         """
-        assert key not in self._retained, f"{key} is saved already"
         if retained is not None:
-            if self._stack is None:
-                kept = {name: on_its_own(tensor) for name, tensor in retained.items()}
-            else:
-                kept = self._stack.push(retained)
-            self._retained[key] = kept
-            self.held.add_tensors(kept.values())
+            self._retained.put(key, retained)
         if self._lane_if_any is not None and offloaded is not None:
             self._put_away(key, offloaded)
 
@@ -275,26 +268,15 @@ class BlockStore:
             OSError: The disk failed.
             CorruptActivationError: In debugging: a tensor was altered.
         """
-        assert key in self._retained or key in self._blocks, f"{key} is not saved"
+        is_retained = key in self._retained.keys
+        assert is_retained or key in self._blocks, f"{key} is not saved"
         offloaded = self._get_back(key) if key in self._blocks else {}
-        retained: dict[str, Tensor] = {}
-        if key in self._retained:
-            last = next(reversed(self._retained))
-            retained = self._retained.pop(key)
-            self.held.remove_tensors(retained.values())
-            if self._stack is not None:
-                assert last == key, f"{key} is taken before {last}, which was saved later"
-                self._stack.pop()
-                if self._poisons_stack:
-                    self._lent[key] = [*retained.values()]
-        if owned:
-            offloaded = _copied(offloaded)
-            retained = retained if self._stack is None else _copied(retained)
-        return offloaded, retained
+        retained = self._retained.get(key, owned=owned) if is_retained else {}
+        return copied(offloaded) if owned else offloaded, retained
 
     def peek(self, key: ActivationKey, name: str) -> Tensor | None:
         """Return one retained tensor, which stays in the store; None if it is not saved."""
-        return self._retained[key].get(name)
+        return self._retained.peek(key, name)
 
     def _get_back(self, key: ActivationKey) -> dict[str, Tensor]:
         """Return the tensors of ``key`` as views of the ring."""
@@ -324,8 +306,7 @@ class BlockStore:
 
     def free(self, key: ActivationKey) -> None:
         """Allow reuse of the memory of ``key``, after all compute that reads it was issued."""
-        for tensor in self._lent.pop(key, ()):
-            tensor.fill_(float("nan"))
+        self._retained.free(key)
         slot = self._in_use.pop(key, None)
         if slot is None:
             return
@@ -344,10 +325,6 @@ class BlockStore:
             return False
         self._begin()
         self._retained.clear()
-        self._lent.clear()
-        self.held.clear()
-        if self._stack is not None:
-            self._stack.clear()
         self._staging = [Slot(slot.data) for slot in self._staging]
         self._ring = [Slot(slot.data) for slot in self._ring]
         self._out_bytes.clear()
@@ -383,7 +360,7 @@ class BlockStore:
     @property
     def num_entries(self) -> int:
         """Number of keys put and not yet got, or whose slots are not yet freed."""
-        return len(self._retained | self._blocks) + len(self._in_use)
+        return len(self._retained.keys | self._blocks.keys()) + len(self._in_use)
 
     @property
     def _lane(self) -> Lane:
@@ -529,13 +506,3 @@ def _count(counts: Counter[str], key: ActivationKey, block: _PackedBlock) -> Non
     """Add the bytes of a block's tensors to the counts of their classes; K and V count as "kv"."""
     for name, (part, _, _) in block.tensors.items():
         counts["kv" if key.is_kv else CLASSES[class_of(name)]] += part.stop - part.start
-
-
-def on_its_own(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy if it is a view that keeps a larger storage alive."""
-    size = tensor.numel() * tensor.element_size()
-    return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -111,17 +111,11 @@ class AdamW:
         self._compute_weights()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state that a checkpoint saves and a resumed run needs, in one flat dictionary.
+        """Return the :func:`checkpoint_state`, whose masters and moments are no copies.
 
-        ``model.NAME`` are the masters, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME``
-        the moments, all without copies. ``optimizer.step``, int64, is a copy. To load a checkpoint,
-        fill the tensors in place and pass the dictionary to :meth:`load_state`.
+        To load a checkpoint, fill the tensors in place and pass them to :meth:`load_state`.
         """
-        state = {f"{MODEL_PREFIX}{name}": master for name, master in self._masters.items()}
-        for moment, tensors in self._moments.items():
-            state |= {f"optimizer.{moment}.{name}": tensor for name, tensor in tensors.items()}
-        state[STEP_KEY] = torch.tensor(self._steps)
-        return state
+        return checkpoint_state(self._masters, self._moments, steps=self._steps)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -147,6 +141,21 @@ class AdamW:
     def _compute_weights(self) -> None:
         if self._rounded:
             torch._foreach_copy_(self._rounded, self._converted_masters)
+
+
+def checkpoint_state(
+    masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]], *, steps: int
+) -> dict[str, Tensor]:
+    """Return the state that a checkpoint saves and a resumed run needs, in one flat dictionary.
+
+    ``model.NAME`` are the masters, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME`` the
+    moments, and ``optimizer.step`` is the number of updates, int64.
+    """
+    state = {f"{MODEL_PREFIX}{name}": master for name, master in masters.items()}
+    for moment, tensors in moments.items():
+        state |= {f"optimizer.{moment}.{name}": tensor for name, tensor in tensors.items()}
+    state[STEP_KEY] = torch.tensor(steps)
+    return state
 
 
 def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:

@@ -9,39 +9,25 @@ the weights of the previous bucket to the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
-from sppo.cost.parameters import is_decayed
 from sppo.offload.lane import Event, Lane
 from sppo.offload.worker_pool import wait_for
-from sppo.optim.adamw import STEP_KEY, take_over
+from sppo.optim.adamw import checkpoint_state, take_over
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
-from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows
+from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows, RowPart
 
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: large enough for fast copies, small enough that the copies of the first and
 the last bucket, which nothing overlaps, are short."""
 _SLOTS = UPDATE_SLOTS
-
-
-@dataclass(frozen=True, slots=True)
-class _ParameterRange:
-    """A flat range of one parameter within a bucket."""
-
-    name: str
-    begin: int
-    """First element of the range within the flattened parameter."""
-    end: int
-    offset: int
-    """First element of the range within the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +37,7 @@ class _UpdateBucket:
     begin: int
     end: int
     weight_decay: float
-    parts: tuple[_ParameterRange, ...]
+    parts: tuple[RowPart, ...]
 
     @property
     def elements(self) -> int:
@@ -103,11 +89,6 @@ class HostAdamW:
         return self._steps
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of masters, moments and staging slots."""
-        return self.row_bytes + self.staging_bytes
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of masters and moments."""
         return self._rows.size_bytes
@@ -121,8 +102,8 @@ class HostAdamW:
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging slots for gradients and weights of buckets."""
-        slots = [*self._gradients, *(part for slot in self._weight_slots for part in slot.values())]
-        return sum(part.numel() * part.element_size() for part in slots)
+        slots = self._gradients, self._weight_slots
+        return sum(slot.numel() * slot.element_size() for slot in slots)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
@@ -153,12 +134,8 @@ class HostAdamW:
     def state(self) -> dict[str, Tensor]:
         """Return the checkpoint state, as :meth:`sppo.optim.adamw.AdamW.state`; on the host."""
         rows = self._rows
-        state = {f"{MODEL_PREFIX}{name}": rows.view(rows.masters, name) for name in self._weights}
-        for moment, row in zip(MOMENTS, rows.moments, strict=True):
-            for name in self._weights:
-                state[f"optimizer.{moment}.{name}"] = rows.view(row, name)
-        state[STEP_KEY] = torch.tensor(self._steps)
-        return state
+        moments = {name: rows.views(row) for name, row in zip(MOMENTS, rows.moments, strict=True)}
+        return checkpoint_state(rows.views(rows.masters), moments, steps=self._steps)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -178,45 +155,34 @@ class HostAdamW:
             weight_decay=bucket.weight_decay,
         )
 
-    def _staging(self) -> tuple[list[Tensor], list[dict[torch.dtype, Tensor]]]:
-        """Allocate staging slots for gradients, and for weights by dtype; one pair per slot."""
-        most = max(bucket.elements for bucket in self._buckets)
-        dtypes = sorted({weight.dtype for weight in self._weights.values()}, key=str)
-        sizes = [MASTER_DTYPE, *dtypes] * _SLOTS
-        size_bytes = sum(most * dtype.itemsize for dtype in sizes)
+    def _staging(self) -> tuple[Tensor, Tensor]:
+        """Allocate staging slots, one per row, for the gradients and for the weights of buckets."""
+        shape = _SLOTS, max(bucket.elements for bucket in self._buckets)
+        dtype = next(iter(self._weights.values())).dtype
+        behind_gradients = prod(shape) * MASTER_DTYPE.itemsize
+        size_bytes = behind_gradients + prod(shape) * dtype.itemsize
         memory = self._lane.host_memory("updates", size_bytes)
-        views, begin = [], 0
-        # Largest elements first, so that every view is aligned to its element size.
-        order = sorted(range(len(sizes)), key=lambda index: -sizes[index].itemsize)
-        for index in order:
-            end = begin + most * sizes[index].itemsize
-            views.append((index, memory[begin:end].view(sizes[index])))
-            begin = end
-        parts = [view for _, view in sorted(views, key=lambda item: item[0])]
-        slots = [parts[i : i + 1 + len(dtypes)] for i in range(0, len(parts), 1 + len(dtypes))]
-        converted = [dict(zip(dtypes, slot[1:], strict=True)) for slot in slots]
-        return [slot[0] for slot in slots], converted
+        gradients, weights = memory[:behind_gradients], memory[behind_gradients:size_bytes]
+        return gradients.view(MASTER_DTYPE).view(shape), weights.view(dtype).view(shape)
 
     def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Event:
         """Start to copy the gradients of one bucket from the device to its slot."""
         slot = self._gradients[index % _SLOTS]
         copies = [
-            (slot[p.offset : p.offset + p.end - p.begin], gradients[p.name][p.begin : p.end])
-            for p in self._buckets[index].parts
+            (slot[part.within_range], gradients[part.name][part.elements])
+            for part in self._buckets[index].parts
         ]
         return self._lane.out(copies, after=[self._lane.computed([])])
 
     def _upload(self, index: int) -> Event:
         """Round one bucket's masters into its slot, and start to copy them to the weights."""
         bucket, slot = self._buckets[index], self._weight_slots[index % _SLOTS]
-        masters = self._rows.masters
+        masters = self._rows.masters[bucket.begin : bucket.end]
         copies = []
         for part in bucket.parts:
-            target = self._weights[part.name][part.begin : part.end]
-            place = part.offset, part.offset + part.end - part.begin
-            staged = slot[target.dtype][place[0] : place[1]]
-            staged.copy_(masters[bucket.begin + place[0] : bucket.begin + place[1]])
-            copies.append((target, staged))
+            staged = slot[part.within_range]
+            staged.copy_(masters[part.within_range])
+            copies.append((self._weights[part.name][part.elements], staged))
         return self._lane.back(copies, after=[self._lane.computed([])])
 
     @torch.no_grad()
@@ -229,26 +195,10 @@ class HostAdamW:
 def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> list[_UpdateBucket]:
     """Cut the rows into buckets, each with or without weight decay."""
     assert bucket_elements > 0, "a bucket holds something"
+    decayed, total = rows.decayed_elements, rows.masters.numel()
     buckets: list[_UpdateBucket] = []
-    begin = 0
-    for decayed in (True, False):
-        names = [name for name in rows.begins if is_decayed(rows.shapes[name]) == decayed]
-        first, begin = begin, begin + sum(prod(rows.shapes[name]) for name in names)
-        for start in range(first, begin, bucket_elements):
-            end = min(start + bucket_elements, begin)
-            parts = tuple(_parts(rows, names, start=start, end=end))
-            buckets.append(_UpdateBucket(start, end, weight_decay if decayed else 0.0, parts))
+    for first, last, decay in ((0, decayed, weight_decay), (decayed, total, 0.0)):
+        for begin in range(first, last, bucket_elements):
+            end = min(begin + bucket_elements, last)
+            buckets.append(_UpdateBucket(begin, end, decay, tuple(rows.parts(begin, end))))
     return buckets
-
-
-def _parts(
-    rows: OptimizerRows, names: Sequence[str], *, start: int, end: int
-) -> list[_ParameterRange]:
-    """Return the ranges of parameters in elements ``[start, end)`` of a row."""
-    found = []
-    for name in names:
-        place, size = rows.begins[name], prod(rows.shapes[name])
-        begin, stop = max(start, place), min(end, place + size)
-        if begin < stop:
-            found.append(_ParameterRange(name, begin - place, stop - place, begin - start))
-    return found

@@ -6,8 +6,9 @@ needs memory only for the rows and the parameters being made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ from sppo.offload.state_memory import StateMemory
 from sppo.optim.fused_adamw import MOMENTS
 
 MASTER_DTYPE = torch.float32
+
+
+class RowPart(NamedTuple):
+    """Elements of one parameter in a range of a row."""
+
+    name: str
+    elements: slice
+    """Place in the flattened parameter."""
+    within_range: slice
+    """Place in the range."""
 
 
 class OptimizerRows:
@@ -46,10 +57,27 @@ class OptimizerRows:
         """Bytes of masters and moments."""
         return sum(row.numel() * row.element_size() for row in (self.masters, *self.moments))
 
+    @property
+    def decayed_elements(self) -> int:
+        """Number of elements of the decayed parameters, which come first in a row."""
+        return sum(prod(shape) for shape in self.shapes.values() if is_decayed(shape))
+
+    def parts(self, begin: int, end: int) -> Iterator[RowPart]:
+        """Yield what elements ``[begin, end)`` of a row hold of each parameter, in order."""
+        for name, place in self.begins.items():
+            first, last = max(begin, place), min(end, place + prod(self.shapes[name]))
+            if first < last:
+                in_parameter, in_range = (slice(first - at, last - at) for at in (place, begin))
+                yield RowPart(name, in_parameter, in_range)
+
     def view(self, row: Tensor, name: str) -> Tensor:
         """Return one parameter's part of a row, as a view in the parameter's shape."""
         begin, shape = self.begins[name], self.shapes[name]
         return row[begin : begin + prod(shape)].view(shape)
+
+    def views(self, row: Tensor) -> dict[str, Tensor]:
+        """Return the :meth:`view` of every parameter in a row, by name."""
+        return {name: self.view(row, name) for name in self.shapes}
 
     def fill(self, masters: Mapping[str, Tensor]) -> None:
         """Copy masters of parameters, by global name, into the row of masters."""

@@ -12,7 +12,7 @@ checkpoints save that of the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
-from sppo.checkpoint.state_block import StateBlock
+from sppo.checkpoint.state_block import StateBlock, whole
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
@@ -34,11 +34,9 @@ from sppo.kernels.gradient_norm import sum_of_squares
 from sppo.optim.adamw import STEP_KEY, global_norm
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.parallel.data_parallel import GradientReducer, add_up
-from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.mesh import Mesh, ReplicaGroup
-from sppo.parallel.parameter_all_gather import ParameterAllGather
 
 T = TypeVar("T")
 
@@ -86,14 +84,13 @@ class ShardedState:
         self._mesh = mesh
         self._groups = {
             kind: GradientReducer(
-                group,
-                index=members.index(mesh.rank),
+                mesh.groups.replicas.get(kind),
                 shapes=self._shared_within(kind, self.shapes),
                 shards_state=zero > 0,
                 bucket_bytes=bucket_bytes,
                 device=device,
             )
-            for kind, group, members in _same_weights(mesh)
+            for kind in mesh.replica_ranks
         }
         self._shards_gradients, self._shards_weights = zero >= 2, zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
@@ -110,9 +107,14 @@ class ShardedState:
 
     def resident_part(self, name: str, weight: Tensor) -> Tensor:
         """Return the part of a weight to keep between uses: all, or a copy of its rows (ZeRO-3)."""
-        if not self._keeps_rows(name):
-            return weight
-        return weight[self._group(name).own_rows(name)].clone()
+        return self._own(name, weight, copy=True) if self._shards_weights else weight
+
+    def _own(self, name: str, tensor: Tensor, *, copy: bool) -> Tensor:
+        """Return the rows of a parameter that this rank updates: all, or a view or copy of some."""
+        rows = _rows(tensor, self._group(name).own_rows(name))
+        if rows.shape[0] == tensor.shape[0]:
+            return tensor
+        return rows.clone() if copy else rows
 
     def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
         """Return the engine's provider of weights; every rank must call this at the same point.
@@ -123,15 +125,20 @@ class ShardedState:
         """
         if not self._shards_weights:
             return ResidentWeights(weights)
-        gathers: dict[str, ParameterAllGather] = {}
-        for kind, group in self._groups.items():
-            communicator = self._mesh.gather_group(kind)
-            if communicator is not None:
-                gather = ParameterAllGather(communicator, index=group.index)
-                gathers |= self._shared_within(kind, dict.fromkeys(self.shapes, gather))
-        if not gathers:
+        groups = self._by_name((kind, self._mesh.gather_group(kind)) for kind in self._groups)
+        if not groups:
             return ResidentWeights(weights)
-        return GatheredWeights(weights, shapes=self.shapes, gathers=gathers)
+        return GatheredWeights(weights, shapes=self.shapes, groups=groups)
+
+    def _by_name(
+        self, communicators: Iterable[tuple[ReplicaGroup, ProcessGroup | None]]
+    ) -> dict[str, ProcessGroup]:
+        """Return the communicator of each parameter's group of ranks, unless a rank is alone."""
+        found: dict[str, ProcessGroup] = {}
+        for kind, communicator in communicators:
+            if communicator is not None:
+                found |= self._shared_within(kind, dict.fromkeys(self.shapes, communicator))
+        return found
 
     @property
     def names_of_stages(self) -> dict[int, list[str]]:
@@ -141,25 +148,21 @@ class ShardedState:
     @property
     def resident_shapes(self) -> dict[str, Shape]:
         """Shapes of the :meth:`resident_part` of each parameter, by global name."""
-        return {
-            name: self._owned_shape(name) if self._keeps_rows(name) else shape
-            for name, shape in self.shapes.items()
-        }
-
-    def _keeps_rows(self, name: str) -> bool:
-        """Return whether this rank keeps only its own rows of a parameter between uses."""
-        return self._shards_weights and self._group(name).shards_state
-
-    def _owned_shape(self, name: str) -> Shape:
-        rows = self._group(name).own_rows(name)
-        return (rows.stop - rows.start, *self.shapes[name][1:])
+        return self._shapes_between_uses(are_sharded=self._shards_weights)
 
     @property
     def gradient_shapes(self) -> dict[str, Shape]:
         """Shapes of the gradient sums that this rank keeps during a step, by global name."""
-        if not self._shards_gradients:
+        return self._shapes_between_uses(are_sharded=self._shards_gradients)
+
+    def _shapes_between_uses(self, *, are_sharded: bool) -> dict[str, Shape]:
+        if not are_sharded:
             return dict(self.shapes)
         return {name: self._owned_shape(name) for name in self.shapes}
+
+    def _owned_shape(self, name: str) -> Shape:
+        rows = self._group(name).own_rows(name)
+        return (rows.stop - rows.start, *self.shapes[name][1:])
 
     @property
     def owned_shapes(self) -> dict[str, Shape]:
@@ -177,13 +180,9 @@ class ShardedState:
             gradients: Gradient sums of :attr:`gradient_shapes`, by global name, or a mapping that
                 streams them to another tier stage by stage.
         """
-        scatters: dict[str, GradientReduceScatter] = {}
-        for kind, communicator, members in _same_weights(self._mesh):
-            if communicator is not None and self._shards_gradients:
-                scatter = GradientReduceScatter(communicator, index=members.index(self._mesh.rank))
-                scatters |= self._shared_within(kind, dict.fromkeys(self.shapes, scatter))
-        if scatters:
-            return ShardedGradients(gradients, shapes=self.shapes, scatters=scatters)
+        groups = self._by_name(self._mesh.groups.replicas.items()) if self._shards_gradients else {}
+        if groups:
+            return ShardedGradients(gradients, shapes=self.shapes, groups=groups)
         return ResidentGradients(
             gradients,
             reduce=lambda stage: self._begin_reduction(stage, gradients),
@@ -198,16 +197,8 @@ class ShardedState:
                 only the rows that this rank updates.
             copy: Whether to copy rows that are a part of a tensor, so that the tensor can be freed.
         """
-        found = {}
-        for name, tensor in tensors.items():
-            rows = _rows(tensor, self._group(name).own_rows(name))
-            if not rows.shape[0]:
-                continue
-            if rows.shape[0] == tensor.shape[0]:
-                found[name] = tensor
-            else:
-                found[name] = rows.clone() if copy else rows
-        return found
+        owned = {name: self._own(name, tensor, copy=copy) for name, tensor in tensors.items()}
+        return {name: rows for name, rows in owned.items() if rows.shape[0]}
 
     def _begin_reduction(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
         """Start to reduce the gradients of a stage, which are complete and whole on this rank.
@@ -287,7 +278,7 @@ class ShardedState:
     def _block(self, key: str, tensor: Tensor) -> StateBlock:
         name = _parameter(key)
         if name is None:
-            return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+            return whole(tensor)
         shape = self.shapes[name]
         assert prod(tensor.shape[1:]) == prod(shape[1:]), f"{key}: {tensor.shape} of {shape}"
         first, *rest = self.sharding.offsets(name)
@@ -305,18 +296,6 @@ def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
     if mesh.shape.key_copies is None:
         return WeightSharding(model)
     return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
-
-
-def _same_weights(
-    mesh: Mesh,
-) -> Iterator[tuple[ReplicaGroup, ProcessGroup | None, tuple[int, ...]]]:
-    """Yield each group of ranks that hold the same parameters, and its members, in fixed order."""
-    yield "stage", mesh.groups.stage, mesh.stage_ranks
-    copies = mesh.shape.key_copies
-    if copies is not None:
-        yield "block", mesh.groups.block, mesh.shape.block_ranks(mesh.at)
-        if copies > 1:
-            yield "keys", mesh.groups.keys, mesh.shape.block_ranks(mesh.at, copies=copies)
 
 
 def _parameter(key: str) -> str | None:

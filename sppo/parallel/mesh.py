@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sppo.cost.communicators import OVERLAP_MAX_CTAS
+from sppo.cost.communicators import OVERLAP_MAX_CTAS, CommunicatorUse
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh_shape import MeshShape
 
 _FIRST_ELEMENTS = (1, 8 << 20)
 """Sizes of the first sums of a group, in fp32: of trees, and of what long messages take."""
 ReplicaGroup = Literal["stage", "keys", "block"]
-"""Ranks that hold the same values of a parameter, by the name of their group in :class:`Groups`."""
+"""Ranks that hold the same values of a parameter: those of the same stage; of these, those with the
+same shard of the weights (Megatron), or with the same shard of the key/value projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,7 @@ class Groups:
     Attributes:
         world: All ranks, over gloo, for host memory.
         sequence: Ranks over which the tokens of this rank's subsequences are sharded.
-        stage: Ranks that hold this rank's layers.
-        block: Ranks of `stage` with the same shard of the weights; None unless the
-            sequence-parallel group shards weights (Megatron).
-        keys: Ranks of `stage` with the same shard of the key/value projections; None unless
-            weights are sharded over more ranks than there are key/value heads.
+        replicas: Ranks of :attr:`Mesh.replica_ranks`, by kind.
         ends: First and last rank of this rank's pipeline; None unless this rank is one of the two
             and they share a parameter.
         pipeline: All ranks of this rank's pipeline, for messages of MSP shards between ranks that
@@ -43,9 +40,7 @@ class Groups:
 
     world: ProcessGroup | None = None
     sequence: ProcessGroup | None = None
-    stage: ProcessGroup | None = None
-    block: ProcessGroup | None = None
-    keys: ProcessGroup | None = None
+    replicas: Mapping[ReplicaGroup, ProcessGroup | None] = field(default_factory=dict)
     ends: ProcessGroup | None = None
     pipeline: ProcessGroup | None = None
     edges: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict)
@@ -81,28 +76,18 @@ class Mesh:
             world = self._group(range(shape.num_ranks), "world", backend="gloo")
             self.groups = Groups(world=world)
 
-    def connect(
-        self,
-        *,
-        timeout_s: float | None = None,
-        wraps: bool = False,
-        cuts_units: bool = False,
-        ties_ends: bool = False,
-    ) -> Mesh:
+    def connect(self, use: CommunicatorUse, *, timeout_s: float | None = None) -> Mesh:
         """Make the groups that carry tensors, and return this mesh; every rank must call it once.
 
         Args:
+            use: Features of the run that need communicators.
             timeout_s: Timeout in seconds of the new groups and of groups made later; None keeps
                 that of the constructor. NCCL counts it from the time at which work is issued.
-            wraps: Whether ranks hold several stages, so that the last rank of a pipeline sends to
-                the first.
-            cuts_units: Whether pipeline ranks that are not neighbours exchange MSP shards.
-            ties_ends: Whether the first and the last rank of a pipeline share a parameter.
         """
         if timeout_s is not None:
             self._timeout = timedelta(seconds=timeout_s)
         if self.is_distributed:
-            self.groups = self._make_groups(wraps=wraps, cuts_units=cuts_units, ties_ends=ties_ends)
+            self.groups = self._make_groups(use)
         return self
 
     @property
@@ -120,7 +105,7 @@ class Mesh:
         with peer_errors("sending first messages"):
             if exchanging is not None and self.shape.key_copies is None:
                 dist.all_to_all_single(torch.empty_like(token), token, group=exchanging)
-            for group in (exchanging, groups.stage, groups.block, groups.keys, groups.ends):
+            for group in (exchanging, *groups.replicas.values(), groups.ends):
                 if group is not None:
                     first_messages(group, device=token.device)
 
@@ -140,9 +125,19 @@ class Mesh:
         return self.shape.pipeline_ranks(self.at)
 
     @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """Global ranks that hold this rank's layers."""
-        return self.shape.stage_ranks(self.at)
+    def replica_ranks(self) -> dict[ReplicaGroup, tuple[int, ...]]:
+        """Global ranks that hold the same parameters as this rank, by kind, in fixed order.
+
+        There is only "stage" unless the sequence-parallel group shards weights, and "keys" only if
+        it shards them over more ranks than there are key/value heads.
+        """
+        ranks: dict[ReplicaGroup, tuple[int, ...]] = {"stage": self.shape.stage_ranks(self.at)}
+        copies = self.shape.key_copies
+        if copies is not None:
+            ranks["block"] = self.shape.block_ranks(self.at)
+            if copies > 1:
+                ranks["keys"] = self.shape.block_ranks(self.at, copies=copies)
+        return ranks
 
     @property
     def speaks_for_replica(self) -> bool:
@@ -156,18 +151,13 @@ class Mesh:
         their own. Either every rank calls this or none. None if this rank would be alone.
 
         Args:
-            kind: Group of :class:`Groups` with the same ranks.
+            kind: Kind of the parameters.
         """
         if not self.is_distributed:
             return None
-        ranks = {
-            "stage": self.stage_ranks,
-            "block": self.shape.block_ranks(self.at),
-            "keys": self.shape.block_ranks(self.at, copies=self.shape.key_copies or 1),
-        }
-        return self._group(ranks[kind], f"gathers of {kind}", is_limited=True)
+        return self._group(self.replica_ranks[kind], f"gathers of {kind}", is_limited=True)
 
-    def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
+    def _make_groups(self, use: CommunicatorUse) -> Groups:
         """Make the same number of groups on every rank, in the same order.
 
         Only members take part in making a group, so even with a thousand ranks each makes only a
@@ -177,21 +167,17 @@ class Mesh:
         pipeline = self.pipeline_ranks
         here = self.at.pipeline
         ends = (pipeline[0], pipeline[-1]) if here in (0, len(pipeline) - 1) else (self.rank,)
-        copies = self.shape.key_copies or 0
         return Groups(
             world=self.groups.world,
             sequence=self._group(self.shape.sequence_ranks(self.at), "sequence"),
-            stage=self._group(self.stage_ranks, "stage"),
-            block=self._block_group("block", copies=1) if copies else None,
-            keys=self._block_group("keys", copies=copies) if copies > 1 else None,
-            ends=self._group(sorted({*ends}), "ends", is_limited=True) if ties_ends else None,
-            pipeline=self._group(pipeline, "pipeline", is_limited=True) if cuts_units else None,
-            edges=self._make_edges(wraps=wraps),
+            replicas={
+                kind: self._group(ranks, kind, is_limited=kind == "keys")
+                for kind, ranks in self.replica_ranks.items()
+            },
+            ends=self._group(sorted({*ends}), "ends", is_limited=True) if use.ties_ends else None,
+            pipeline=self._group(pipeline, "pipeline", is_limited=True) if use.cuts_units else None,
+            edges=self._make_edges(wraps=use.wraps),
         )
-
-    def _block_group(self, purpose: str, *, copies: int) -> ProcessGroup | None:
-        ranks = self.shape.block_ranks(self.at, copies=copies)
-        return self._group(ranks, purpose, is_limited=copies > 1)
 
     def make_range_groups(
         self, ranges: Sequence[tuple[int, int]]

@@ -16,9 +16,47 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.parallel.data_parallel import add_up, rows_of
+from sppo.parallel.data_parallel import add_up
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh, first_messages
+from sppo.parallel.row_layout import rows_of
+
+
+class TokenMembers:
+    """Sequence-parallel ranks of one MSP shard, each of which sends its part of the weights' rows.
+
+    Args:
+        group: Communicator of these ranks; None if tokens are not sharded.
+        ranks: Global ranks, in order.
+        index: Index of this rank among them.
+    """
+
+    def __init__(self, group: ProcessGroup | None, *, ranks: Sequence[int], index: int) -> None:
+        self._group, self._ranks, self._index = group, tuple(ranks), index
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a parameter's rows, as a view."""
+        return tensor[rows_of(tensor.shape[0], index=self._index, count=len(self._ranks))]
+
+    def put_together(self, tensors: Sequence[Tensor]) -> None:
+        """Fill ``tensors``, of which each rank has :meth:`own_rows`, with the other ranks' rows."""
+        if self._group is None:
+            return
+        works = []
+        with peer_errors("putting a layer's weights together"):
+            for tensor in tensors:
+                for index, rank in enumerate(self._ranks):
+                    rows = rows_of(tensor.shape[0], index=index, count=len(self._ranks))
+                    if rows.stop > rows.start:
+                        part = tensor[rows]
+                        works.append(dist.broadcast(part, rank, group=self._group, async_op=True))
+            for work in works:
+                assert work is not None, "a member of the group"
+                work.wait()
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over these ranks."""
+        add_up([tensor], self._group, what="adding up a shard's weight gradients")
 
 
 class MspExchange:
@@ -30,6 +68,7 @@ class MspExchange:
         ranks: Global ranks of the shards, in order.
         shard_index: Index of this rank's shard.
         owner: Index of the owner's shard.
+        members: Ranks over which this rank's tokens are sharded.
         token: Tensor with one zero on the device, for :meth:`barrier`.
     """
 
@@ -41,10 +80,12 @@ class MspExchange:
         ranks: Sequence[int],
         shard_index: int,
         owner: int,
+        members: TokenMembers,
         token: Tensor,
     ) -> None:
         self._group, self._ahead, self._ranks = group, ahead, tuple(ranks)
         self.shard_index, self.owner, self._token = shard_index, owner, token
+        self.members = members
 
     @property
     def is_owner(self) -> bool:
@@ -143,45 +184,6 @@ class MspExchange:
             return torch.cat(parts)
 
 
-class TokenMembers:
-    """Sequence-parallel ranks of one MSP shard, each of which sends its part of the weights' rows.
-
-    Args:
-        group: Communicator of these ranks; None if tokens are not sharded.
-        ranks: Global ranks, in order.
-        index: Index of this rank among them.
-    """
-
-    def __init__(
-        self, group: ProcessGroup | None, *, ranks: Sequence[int] = (0,), index: int = 0
-    ) -> None:
-        self._group, self._ranks, self._index = group, tuple(ranks), index
-
-    def own_rows(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a parameter's rows, as a view."""
-        return tensor[rows_of(tensor.shape[0], index=self._index, count=len(self._ranks))]
-
-    def put_together(self, tensors: Sequence[Tensor]) -> None:
-        """Fill ``tensors``, of which each rank has :meth:`own_rows`, with the other ranks' rows."""
-        if self._group is None:
-            return
-        works = []
-        with peer_errors("putting a layer's weights together"):
-            for tensor in tensors:
-                for index, rank in enumerate(self._ranks):
-                    rows = rows_of(tensor.shape[0], index=index, count=len(self._ranks))
-                    if rows.stop > rows.start:
-                        part = tensor[rows]
-                        works.append(dist.broadcast(part, rank, group=self._group, async_op=True))
-            for work in works:
-                assert work is not None, "a member of the group"
-                work.wait()
-
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its sum over these ranks."""
-        add_up([tensor], self._group, what="adding up a shard's weight gradients")
-
-
 class MspLinks:
     """Communicators of the MSP groups of this rank's pipeline.
 
@@ -192,18 +194,11 @@ class MspLinks:
 
     def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
         self._mesh, self._token = mesh, torch.zeros(1, device=device)
+        self._members = TokenMembers(
+            mesh.groups.sequence, ranks=mesh.shape.sequence_ranks(mesh.at), index=mesh.at.sequence
+        )
         self._groups: dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]] = {}
         self._known: set[tuple[int, int]] = set()
-
-    @property
-    def members(self) -> TokenMembers:
-        """Ranks over which this rank's tokens are sharded."""
-        mesh = self._mesh
-        return TokenMembers(
-            mesh.groups.sequence,
-            ranks=mesh.shape.sequence_ranks(mesh.at),
-            index=mesh.at.sequence,
-        )
 
     def connect(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Make missing communicators for ``ranges`` (first, last); every rank must call it.
@@ -228,5 +223,6 @@ class MspLinks:
             ranks=[self._mesh.pipeline_ranks[position] for position in positions],
             shard_index=positions.index(self._mesh.at.pipeline),
             owner=owner,
+            members=self._members,
             token=self._token,
         )

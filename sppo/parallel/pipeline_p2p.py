@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,42 +20,17 @@ from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh
 
 
-class RecvHandle(Protocol):
-    """Receive of a tensor that was posted."""
-
-    def wait(self) -> Tensor:
-        """Wait for the message and return its tensor."""
-        ...
-
-
-class PipelineP2P(Protocol):
-    """Pipeline communication: point-to-point messages between the positions of a pipeline."""
-
-    def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """Start to send ``tensor``, which must not change afterwards; errors name it ``what``."""
-        ...
-
-    def receive(
-        self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
-    ) -> RecvHandle:
-        """Post the receive of a tensor; messages of an edge arrive in the order of their sends."""
-        ...
-
-    def wait_all(self) -> None:
-        """Wait until all messages of this rank have been sent."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class _Awaited:
-    """Posted receive into ``tensor``."""
+class MessageInFlight:
+    """Send or receive of ``tensor`` that was started; errors say ``what``."""
 
     tensor: Tensor
     work: Any
     what: str
 
     def wait(self) -> Tensor:
-        with peer_errors(f"waiting for {self.what}"):
+        """Wait until the tensor has been sent or received, and return it."""
+        with peer_errors(self.what):
             self.work.wait()
         return self.tensor
 
@@ -65,7 +40,7 @@ _MOST_UNDER_WAY = 2
 
 
 class PipelineLinks:
-    """:class:`PipelineP2P` over torch.distributed.
+    """Point-to-point messages between the positions of a pipeline.
 
     Args:
         mesh: Mesh of all ranks, connected.
@@ -76,11 +51,14 @@ class PipelineLinks:
         self._ranks, self._device = mesh.pipeline_ranks, device
         self._groups, self._here = mesh.groups.edges, mesh.at.pipeline
         self._far = mesh.groups.pipeline
-        self._under_way: dict[int, deque[tuple[Tensor, Any, str]]] = {}
+        self._under_way: dict[int, deque[MessageInFlight]] = {}
         self._warm_up()
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """Start to send a tensor, after waiting for old messages if too many are in flight."""
+        """Start to send a tensor, after waiting for old messages if too many are in flight.
+
+        The tensor must not change afterwards; errors name it ``what``.
+        """
         under_way = self._under_way.setdefault(receiver, deque())
         self._forget_what_left(under_way)
         tensor = tensor.contiguous()
@@ -88,39 +66,39 @@ class PipelineLinks:
             work = dist.isend(
                 tensor, self._ranks[receiver], group=self._group(self._here, receiver)
             )
-        under_way.append((tensor, work, what))
+        under_way.append(MessageInFlight(tensor, work, f"sending {what}"))
 
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
-    ) -> RecvHandle:
-        """Start to receive a tensor; return the handle to wait on."""
+    ) -> MessageInFlight:
+        """Post the receive of a tensor; messages of an edge arrive in the order of their sends."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         with peer_errors(f"asking for {what}"):
             work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
-        return _Awaited(tensor, work, what)
+        return MessageInFlight(tensor, work, f"waiting for {what}")
 
     def wait_all(self) -> None:
         """Wait until all messages of this rank have been sent."""
         for under_way in self._under_way.values():
             while under_way:
-                _wait_for_first(under_way)
+                under_way.popleft().wait()
 
     def _group(self, sender: int, receiver: int) -> ProcessGroup:
         group = self._groups.get((sender, receiver), self._far)
         assert group is not None, f"{sender} to {receiver}: only where units are cut"
         return group
 
-    def _forget_what_left(self, under_way: deque[tuple[Tensor, Any, str]]) -> None:
+    def _forget_what_left(self, under_way: deque[MessageInFlight]) -> None:
         """Drop tensors that have been sent, and wait until few enough messages are in flight.
 
         Gloo reports that a message has been sent only if it is waited for. Waiting cannot deadlock:
         a program is proven to end even if every send waits for its receive
         (:mod:`sppo.schedule.checks.deadlock`).
         """
-        while under_way and under_way[0][1].is_completed():
+        while under_way and under_way[0].work.is_completed():
             under_way.popleft()
         while len(under_way) >= _MOST_UNDER_WAY:
-            _wait_for_first(under_way)
+            under_way.popleft().wait()
 
     def _warm_up(self) -> None:
         """Send a small message over every edge, to connect all edges before anything is timed."""
@@ -132,9 +110,3 @@ class PipelineLinks:
             else:
                 self.receive((1,), dtype=torch.float32, sender=sender, what=what).wait()
         self.wait_all()
-
-
-def _wait_for_first(under_way: deque[tuple[Tensor, Any, str]]) -> None:
-    _, work, what = under_way.popleft()
-    with peer_errors(f"sending {what}"):
-        work.wait()

@@ -7,39 +7,19 @@ messages in different orders; copies would wait for messages, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from sppo.cost.communicators import CommunicatorUse, count_communicators
+from sppo.cost.communicators import CommunicatorCount, CommunicatorUse, count_communicators
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
 
 POOL_STREAMS = 32
+"""Streams of torch's pool of each priority. Communicators with a limited number of thread blocks
+have high priority."""
 _COPIES = 2
-"""Streams for copies of offloaded tensors; as many more for copies of training state."""
+"""Streams of a lane, which copies tensors to another tier and back."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamCount:
-    """Number of streams that a rank takes from each of torch's pools."""
-
-    normal: int
-    high: int
-    """Streams of high priority: those of communicators with a limited number of thread blocks."""
-
-    @property
-    def fits(self) -> bool:
-        """True if neither pool has to reuse a stream."""
-        return max(self.normal, self.high) <= POOL_STREAMS
-
-
-@dataclass(frozen=True, slots=True)
-class StreamUse(CommunicatorUse):
-    """Features of a run that need streams in addition to those of the grid of ranks."""
-
-    offloads: bool = False
-    offloads_state: bool = False
-
-
-def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCount:
+def count_streams(
+    shape: MeshShape, at: Coordinates, use: CommunicatorUse, *, num_lanes: int = 0
+) -> CommunicatorCount:
     """Return the number of streams of the rank at ``at``: one per communicator and copy stream."""
     count = count_communicators(
         use,
@@ -49,22 +29,28 @@ def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCo
         key_copies=shape.key_copies,
         position=at.pipeline,
     )
-    copies = _COPIES * (use.offloads + use.offloads_state)
-    return StreamCount(count.full + copies, high=count.limited)
+    return count._replace(full=count.full + _COPIES * num_lanes)
 
 
-def check_streams(shape: MeshShape, use: StreamUse) -> None:
+def check_streams(shape: MeshShape, use: CommunicatorUse, *, num_lanes: int = 0) -> None:
     """Raise ValueError if a rank needs more streams than torch has.
+
+    Args:
+        shape: Shape of the grid of ranks.
+        use: Features of the run that need communicators.
+        num_lanes: Number of lanes to other tiers: for offloaded tensors, and for training state.
 
     Raises:
         ValueError: A rank needs more streams of one priority than a pool has.
     """
-    counts = [count_streams(shape, shape.coordinates(rank), use) for rank in range(shape.num_ranks)]
-    worst = max(counts, key=lambda count: max(count.normal, count.high))
-    if not worst.fits:
+    most = max(
+        max(count_streams(shape, shape.coordinates(rank), use, num_lanes=num_lanes))
+        for rank in range(shape.num_ranks)
+    )
+    if most > POOL_STREAMS:
         raise ValueError(
-            f"a rank of {shape.pipeline_parallel} pipeline ranks would use "
-            f"{max(worst.normal, worst.high)} CUDA streams of one priority, and torch has "
-            f"{POOL_STREAMS}: with parallel.multiplexed=on every range of ranks that shares units "
-            "takes one of each; write parallel.multiplexed=off, or use fewer pipeline ranks"
+            f"a rank of {shape.pipeline_parallel} pipeline ranks would use {most} CUDA streams of "
+            f"one priority, and torch has {POOL_STREAMS}: with parallel.multiplexed=on every range "
+            "of ranks that shares units takes one of each; write parallel.multiplexed=off, or use "
+            "fewer pipeline ranks"
         )

@@ -10,21 +10,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, QUIET = "#222222", "#6b6b6b"
-BLUE, PALE_BLUE, ORANGE = "#1f5fa8", "#a9c7e8", "#c2571a"
+BLUE, PALE_BLUE = "#1f5fa8", "#a9c7e8"
 SMALL_PT = 9
 _GRID, _AXIS = "#e6e6e6", "#bbbbbb"
 _TITLE_PT = 15
-_WIDTH_INCHES, _DPI = 10, 160
+_WIDTH_INCHES, _HEIGHT_INCHES, _DPI = 10, 5.625, 160
 _TITLE_INCHES, _FACTS_INCHES, _LINE_INCHES = 0.345, 0.57, 0.2
 """Distance of the title and of the first line of facts from the top, and between two lines."""
 
 
-def new_figure(*, height_inches: float = 5.625) -> Figure:
-    """Return an empty figure, 1600 pixels wide and by default 900 pixels high."""
+def new_figure() -> Figure:
+    """Return an empty figure, 1600 pixels wide and 900 pixels high."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DPI, facecolor="white")
+    figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
@@ -74,10 +74,10 @@ def hide_spines(axes: Axes, *sides: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def show_legend(axes: Axes, *, loc: Literal["lower left", "upper right"]) -> None:
-    """Draw the legend at `loc`, on a white ground through which curves can be seen."""
+def show_legend(axes: Axes) -> None:
+    """Draw the legend above on the right, on a white ground through which curves can be seen."""
     axes.legend(
-        loc=loc,
+        loc="upper right",
         fontsize=SMALL_PT,
         labelcolor=INK,
         facecolor="white",

@@ -85,7 +85,7 @@ def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
     axes.tick_params(labelbottom=False)
     axes.set_xlim(*_limits(numbers))
     axes.margins(y=0.08)
-    show_legend(axes, loc="upper right")
+    show_legend(axes)
 
 
 def _limits(numbers: Sequence[int]) -> tuple[float, float]:

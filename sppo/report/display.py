@@ -1,4 +1,4 @@
-"""Display of what runs: progress bars on a terminal or in a notebook, else plain lines.
+"""Display of what runs: progress bars on a terminal, else plain lines.
 
 Rich redraws the bars from the position where it left the cursor. A line written to the same
 terminal by other means moves the cursor, so old bars remain as text and the line is overwritten.
@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from sppo.report.lines import for_stderr, print_line
-
-_REDRAWN_EVERY_S = 0.1
-"""Smallest time in seconds between two redraws of the bars in a notebook."""
 
 
 @contextmanager
@@ -50,8 +45,7 @@ def logging_to(console: Console | None) -> Iterator[None]:
 class LogHandler(logging.Handler):
     """Handler that prints to ``console``, among the other lines of the run.
 
-    Warnings and errors go to stderr, unless that shares a terminal with ``console``, or in a
-    notebook.
+    Warnings and errors go to stderr, unless that shares a terminal with ``console``.
     """
 
     def __init__(self, console: Console) -> None:
@@ -62,8 +56,7 @@ class LogHandler(logging.Handler):
         """Print one log message."""
         try:
             text = self.format(record)
-            is_story = record.levelno < logging.WARNING or self._console.is_jupyter
-            if is_story or _stderr_shares_terminal(self._console):
+            if record.levelno < logging.WARNING or _stderr_shares_terminal(self._console):
                 print_line(text, self._console)
             else:
                 print(for_stderr(text), file=sys.stderr, flush=True)
@@ -75,25 +68,19 @@ def _stderr_shares_terminal(console: Console) -> bool:
     return console.is_terminal and sys.stderr.isatty()
 
 
-def _is_notebook_with_widgets(console: Console) -> bool:
-    """Return whether ``console`` prints in a notebook with widgets, which can be redrawn."""
-    return console.is_jupyter and not console.quiet and find_spec("ipywidgets") is not None
-
-
 class Display:
-    """Progress bars on a terminal or in a notebook with widgets; none elsewhere."""
+    """Progress bars on a terminal; none elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress: Progress | None = None
-        if console.is_terminal or _is_notebook_with_widgets(console):
+        if console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 console=console,
                 transient=True,
-                auto_refresh=not console.is_jupyter,
                 redirect_stderr=_stderr_shares_terminal(console),
             )
 
@@ -110,10 +97,6 @@ class Display:
 class TrainingDisplay(Display):
     """Lines of the steps, with progress bars of run and step below.
 
-    A notebook widget captures all output that is printed while it is redrawn, and discards that
-    output at the next redraw. Therefore the bars of a notebook are redrawn by the thread that
-    prints the lines.
-
     Args:
         console: Console to print to.
         total_steps: Number of steps of the run.
@@ -122,7 +105,6 @@ class TrainingDisplay(Display):
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
         super().__init__(console)
-        self._redraw_at_s = 0.0
         if self._progress is not None:
             self._run = self._progress.add_task("run", total=total_steps, completed=first_step)
             self._step = self._progress.add_task("step", total=None)
@@ -140,22 +122,14 @@ class TrainingDisplay(Display):
     def action(self) -> None:
         """Advance the bar of the step by one action."""
         if self._progress is not None:
-            self._advance(self._progress, self._step)
+            self._progress.advance(self._step)
 
     def step_done(self, line: str) -> None:
         """Print the line of a finished step, and advance the bar of the run."""
         self.say(line)
         if self._progress is not None:
-            self._advance(self._progress, self._run)
+            self._progress.advance(self._run)
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
         print_line(text, self._console)
-
-    def _advance(self, progress: Progress, task: TaskID) -> None:
-        """Advance a bar, and redraw it in a notebook; on a terminal a thread of rich redraws it."""
-        progress.advance(task)
-        now_s = time.monotonic()
-        if self._console.is_jupyter and now_s >= self._redraw_at_s:
-            self._redraw_at_s = now_s + _REDRAWN_EVERY_S
-            progress.refresh()

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from sppo.output_file import write_json
@@ -266,16 +266,24 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 
 def print_summary(summary: RunSummary, *, console: Console) -> None:
     """Print a summary as two tables: results, and predicted against measured figures."""
-    reached = _table(title=Text(f"Run {summary.name}", style="bold"))
-    reached.add_column()
-    reached.add_column(justify="right")
-    reached.show_header = False
-    for label, text in _facts(summary):
-        reached.add_row(label, text)
+    shape: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
+    title = Text(f"Run {summary.name}", style="bold")
+    reached = Table("", Column(justify="right"), title=title, show_header=False, **shape)
+    for fact in _facts(summary):
+        reached.add_row(*fact)
     console.print(reached)
-    rows = list(_comparisons(summary))
-    if rows:
-        console.print(_compared(rows, predicted_for=summary.predicted_for))
+    if rows := list(_comparisons(summary)):
+        machine = f", predicted for {summary.predicted_for}" if summary.predicted_for else ""
+        headings = ("predicted", "measured", "measured / predicted")
+        compared = Table(
+            "",
+            *(Column(heading, justify="right") for heading in headings),
+            title=f"Predicted against measured{machine}",
+            **shape,
+        )
+        for row in rows:
+            compared.add_row(*row)
+        console.print(compared)
     if summary.timeline is not None:
         print_line(_between_compute(summary.timeline), console)
 
@@ -307,17 +315,6 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "error of predicted steps (median)", f"{_percent(error.corrected)} ({of})"
     if summary.offloaded_bytes_per_step:
         yield "offloaded per step", format_bytes(int(summary.offloaded_bytes_per_step))
-
-
-def _compared(rows: Iterable[tuple[str, str, str, str]], *, predicted_for: str | None) -> Table:
-    machine = f", predicted for {predicted_for}" if predicted_for else ""
-    table = _table(title=f"Predicted against measured{machine}")
-    table.add_column()
-    for heading in ("predicted", "measured", "measured / predicted"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _comparisons(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
@@ -362,10 +359,6 @@ def _row(name: str, pair: Pair, *, show: Callable[[Any], str]) -> tuple[str, str
         "–" if measured is None else show(measured),
         f"{measured / predicted:.2f}" if known else "–",  # type: ignore[operator]  # both known
     )
-
-
-def _table(*, title: str | Text) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _rate(bytes_per_s: float) -> str:

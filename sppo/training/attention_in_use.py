@@ -55,7 +55,7 @@ def with_attention_here(hardware: HardwareSpec, run: RunConfig, device: Device) 
     """
     named = run.hardware != "auto" and run.hardware.attention != "auto"
     spec = hardware.device
-    if device.kind == "cpu" or spec.attention_points or named:
+    if spec.attention_points or named:
         return hardware
     here = _last(load_attention(run, device), device)
     known = _same(here) if _same(here) in spec.published_backends else here

@@ -66,12 +66,11 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
             *_problems("model.from_hf", run.model.from_hf, lambda: check_weights(run)),
             *_problems("activations", activations, lambda: _check_plan(run)),
         ]
-    return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
-
-
-def _on_one_line(rule: str) -> str:
-    """Return the lines of ``rule`` joined to one line."""
-    return "; ".join(line.strip() for line in rule.splitlines()).replace(":; ", ": ")
+    lines = ("; ".join(map(str.strip, problem.rule.splitlines())) for problem in problems)
+    return [
+        replace(problem, rule=line.replace(":; ", ": "))
+        for problem, line in zip(problems, lines, strict=True)
+    ]
 
 
 def _input_problems(run: RunConfig) -> Iterator[Problem]:
@@ -201,7 +200,14 @@ def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) 
     elif checkpoint is not None:
         check_any(checkpoint)
     else:
-        _check_own_checkpoint(run)
+        try:
+            check_any(run.train.output)
+        except NoCheckpointError as error:
+            raise ValueError(
+                f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
+                f"{initial_weights(run)}, which the run starts from, write --initial (in Python "
+                "initial=True)"
+            ) from None
     open_evaluated(run)
     hardware_for(run.hardware)
 
@@ -209,18 +215,6 @@ def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) 
 def initial_weights(run: RunConfig) -> str:
     """Return the name of the initial weights of a run, for messages."""
     return run.model.from_hf or f"random weights of seed {run.train.seed}"
-
-
-def _check_own_checkpoint(run: RunConfig) -> None:
-    """Raise ValueError if the run has no checkpoint."""
-    try:
-        check_any(run.train.output)
-    except NoCheckpointError as error:
-        raise ValueError(
-            f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
-            f"{initial_weights(run)}, which the run starts from, write --initial (in Python "
-            "initial=True)"
-        ) from None
 
 
 # Data on the ranks

@@ -1,4 +1,7 @@
-"""Handling of SIGTERM and SIGINT as a request to stop: the run saves its state, then exits."""
+"""Ends of a run before its last step: a request to stop, and values that are not finite.
+
+SIGTERM and SIGINT are such requests: the run saves its state, then exits.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ from types import FrameType
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
     """The running step was abandoned because the process received a signal to stop."""
+
+
+class NonFiniteError(RuntimeError):
+    """Training stopped because losses, gradients or the state were not finite."""
 
 
 class StopRequest:

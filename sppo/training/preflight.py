@@ -6,20 +6,17 @@ memory, the disk and the attention of its own machine.
 
 from __future__ import annotations
 
-import resource
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
 from sppo.activations.subsequence_placement import check_whole_classes
-from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
-from sppo.config.json_file import read_json
+from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import checkpoint_bytes
@@ -30,11 +27,9 @@ from sppo.data.tokens import open_tokens
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.parallel.stream_budget import StreamUse, check_streams
+from sppo.parallel.stream_budget import check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_replica
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
-from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
@@ -45,19 +40,8 @@ from sppo.training.attention_in_use import check_attention, load_attention, with
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.input_checks import check_inputs, check_labels, check_weights, input_facts
 from sppo.training.job import Job, mesh_shape
-from sppo.training.sample_steps import saved_history
 from sppo.training.state import may_offload
 from sppo.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class NextStep:
-    """First step of samples that a run, new or resumed, will execute."""
-
-    number: int
-    """Number of the step, counted from 1."""
-    planned: ReplicaPlan
-    """Plan of the step for the first replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +54,6 @@ class CheckedRun:
     """Plan of every step; in a run of samples, of a step of the longest samples."""
     attention: AttentionSummary
     """Attention back ends of the plan and of this machine."""
-    next_step: NextStep | None = None
-    """First step of samples; None if all steps are done, or in a run of sequences, whose steps are
-    alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +102,12 @@ def preflight(
         run = run_of_longest_samples(run, longest=int(data.table.lengths.max()))
     planned = replace(job, run=run)
     if device.kind == "cpu":
-        load_libraries(tensorboard=run.train.tensorboard)
+        # Drawn with at the end of the run: a plan that did not account for these tens of MiB would
+        # have the run killed after its last step in a small container.
+        from matplotlib.backends import backend_agg  # noqa: F401
+
+        if run.train.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: F401
     load_attention(run, device)
     peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
     plans_ahead = run.data.samples == "documents" and run.planning.ahead
@@ -131,8 +117,7 @@ def preflight(
     attention = peers.done_by_all(lambda: check_attention(run, plan, device))
     peers.done_by_all(lambda: check_room(run, plan, free))
     peers.decided_by_main(lambda: check_first_checkpoint(run))
-    next_step = peers.decided_by_main(lambda: _next_step(run, data, plan))
-    return CheckedRun(job, data, plan, attention, next_step)
+    return CheckedRun(job, data, plan, attention)
 
 
 # The plan
@@ -159,9 +144,9 @@ def _trainable_plan(
     if plan is None:
         num_ranks, local_ranks = MeshShape.of(run.parallel).num_ranks, job.local_ranks
         hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=local_ranks)
-        hardware = with_attention_here(hardware, run, device)
         available = free.device_bytes
         if device.kind == "cuda":  # a plan uses at most the usable memory
+            hardware = with_attention_here(hardware, run, device)
             available = min(available, hardware.device.usable_bytes)
         limits: dict[str, Any] = {
             "hardware": hardware,
@@ -182,9 +167,23 @@ def _trainable_plan(
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
     """Raise ValueError if training does not support a plan; the solver recommends no such plan.
 
+    Args:
+        run: Validated run configuration with the degrees of the plan.
+        plan: Plan to follow.
+        kind: Kind of device that the run is trained on.
+
     Raises:
         ValueError: The plan breaks a rule; names the rule and the fix.
     """
+    if plan.hardware.device.kind != kind:
+        here, hint = (
+            ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")
+        )
+        raise ValueError(
+            f"the plan was made for {plan.hardware.name}, and this run is trained on {here}: solve "
+            f"again with {hint}, or with a hardware.file of this machine, or keep the plan for "
+            "sppo simulate"
+        )
     degrees, by_name = Degrees.of_run(run), plan.schedule == "sppo_msp"
     problem = multiplexed_problem(run, degrees=degrees) if by_name else None
     if problem is not None:
@@ -198,69 +197,13 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
     if problem is not None:
         raise ValueError(problem)
     if kind == "cuda":
-        use = StreamUse(
-            ranges=msp_ranges(plan.program().msp_groups) if plan.uses_msp else [],
-            cuts_units=plan.uses_msp,
-            wraps=plan.virtual_stages > 1,
-            ties_ends=run.model.tie_embeddings,
-            gathers_weights=plan.zero == 3,
-            offloads=may_offload(run, plan),
-            offloads_state=plan.state.leaves_device,
-        )
-        check_streams(mesh_shape(run), use)
-
-
-def _next_step(run: RunConfig, data: TrainingData, plan: ExecutionPlan) -> NextStep | None:
-    """Return the plan of the first step of samples to execute, after the newest checkpoint if any.
-
-    The checkpoint is not verified here, but when it is loaded. Returns None in a run of sequences,
-    and if all steps are done.
-
-    Raises:
-        MemoryError: The step does not fit.
-    """
-    if run.data.samples == "stream":
-        return None
-    metadata = _newest_metadata(run)
-    done, consumed = int(metadata["step"]), int(metadata["sequences_consumed"])
-    if done >= run.train.steps:
-        return None
-    request = StepRequest(
-        data.lengths(data.step_samples(consumed)),
-        saved_history(metadata, plan=plan).previous,
-        corrects_plan=run.planning.corrected,
-    )
-    planner = step_planner(plan, background_saves=run.checkpoint.async_save)
-    return NextStep(done + 1, plan_replica(planner, request, replica=0))
-
-
-def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
-    """Return the metadata of the newest checkpoint, or of a new run if there is none."""
-    for _, path in list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            metadata = read_json(path / METADATA_FILE)
-            if type(metadata["step"]) is type(metadata["sequences_consumed"]) is int:
-                return dict(metadata)
-    return {"step": 0, "sequences_consumed": 0}
+        ranges = msp_ranges(plan.program().msp_groups) if plan.uses_msp else []
+        use = CommunicatorUse.of(plan.candidate(), ranges=ranges)
+        num_lanes = may_offload(run, plan) + plan.state.leaves_device
+        check_streams(mesh_shape(run), use, num_lanes=num_lanes)
 
 
 # Free memory and disk space
-
-
-@cache
-def load_libraries(*, tensorboard: bool = False) -> None:
-    """Import the plotting libraries, which a run uses at its end, before free memory is measured.
-
-    They take tens of MiB. In a small container a plan that did not account for them would have the
-    run killed after its last step.
-
-    Args:
-        tensorboard: Also import the writer of TensorBoard's event files.
-    """
-    from matplotlib.backends import backend_agg  # noqa: F401
-
-    if tensorboard:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 
 def find_free_memory(job: Job, *, plans_ahead: bool) -> FreeMemory:
@@ -302,35 +245,8 @@ def check_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
 
     Raises:
         ValueError: The plan needs a disk, and the run names none.
-        MemoryError: Device memory, a GPU's host memory, disk space, or the limit on the size of a
-            file is too small.
+        MemoryError: Device memory, a GPU's host memory, or disk space is too small.
     """
-    _check_device(run, plan, free)
-    if free.kind == "cuda":
-        host = _host_buckets(run, plan)
-        _check_tier(run, plan, "host", buckets=host, room_bytes=free.host_bytes)
-    disk = max(plan.rank_tier_buckets("disk"), key=lambda buckets: sum(buckets.values()))
-    needed = sum(disk.values())
-    if not needed:
-        return
-    if run.activations.disk is None:
-        raise ValueError(
-            "the plan needs a disk: write activations.disk=DIR, on a fast local "
-            "disk, and solve again with it"
-        )
-    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if resource.RLIM_INFINITY != largest < needed:
-        raise MemoryError(
-            f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}, "
-            f"and this process may write files of {format_bytes(largest)} at most: raise that "
-            "limit (ulimit -f), or offload less"
-        )
-    room_bytes = free.disk.usable_bytes // free.local_ranks
-    _check_tier(run, plan, "disk", buckets=disk, room_bytes=room_bytes)
-
-
-def _check_device(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
-    """Raise MemoryError if the plan does not fit in device memory."""
     needed = max(stage.memory.device.total_bytes for stage in plan.stages)
     if free.kind == "cpu":
         needed = max(needed, REPORT_BYTES)
@@ -339,7 +255,7 @@ def _check_device(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None
         needed += max(sum(buckets.values()) for buckets in plan.rank_tier_buckets("disk"))
         if needed > available:
             raise MemoryError(
-                f"activations.disk={run.activations.disk} is a file system in memory: with what "
+                f"activations.disk={disk} is a file system in memory: with what "
                 f"the plan puts there it needs {format_bytes(needed)}, and "
                 f"{format_bytes(available)} are available; name a directory on a disk"
             )
@@ -349,6 +265,19 @@ def _check_device(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None
             f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
             "again on this machine"
         )
+    if free.kind == "cuda":
+        host = _host_buckets(run, plan)
+        _check_tier(run, plan, "host", buckets=host, room_bytes=free.host_bytes)
+    behind = max(plan.rank_tier_buckets("disk"), key=lambda buckets: sum(buckets.values()))
+    if not any(behind.values()):
+        return
+    if disk is None:
+        raise ValueError(
+            "the plan needs a disk: write activations.disk=DIR, on a fast local "
+            "disk, and solve again with it"
+        )
+    room_bytes = free.disk.usable_bytes // free.local_ranks
+    _check_tier(run, plan, "disk", buckets=behind, room_bytes=room_bytes)
 
 
 def _host_buckets(run: RunConfig, plan: ExecutionPlan) -> Mapping[str, int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -36,7 +35,7 @@ from sppo.report.run_summary import (
 )
 from sppo.training.attention_in_use import attention_text
 from sppo.training.executed_step import StepTimelines
-from sppo.training.preflight import CheckedRun, NextStep
+from sppo.training.preflight import CheckedRun
 from sppo.training.records import TrainingOutcome, predicted_and_measured
 from sppo.training.run_directory import (
     LOSS_PLOT,
@@ -45,7 +44,7 @@ from sppo.training.run_directory import (
     TIMELINE_PLOT,
     TIMELINE_TRACE,
 )
-from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
+from sppo.units import counted, format_bytes, format_count, format_tokens
 
 Writer = Callable[[Path], None]
 """Function that writes a file."""
@@ -59,37 +58,33 @@ _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 
 def announce(checked: CheckedRun) -> None:
     """Print the model, the data, the cuts, the parallelism and the predicted memory of a run."""
-    for title, text in _start_lines(checked):
-        print_titled(title, text, checked.job.console)
-
-
-def _start_lines(checked: CheckedRun) -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of each line."""
     run, plan, data = checked.job.run, checked.plan, checked.data
+    say = partial(print_titled, console=checked.job.console)
     name = run.model.preset or run.model.from_hf or "model"
-    yield (
+    say(
         "model",
         f"{name}: {format_count(num_parameters(run.model))} parameters, {run.train.dtype} on "
         f"{checked.job.device.describe()}, torch {torch.__version__}",
     )
     made_elsewhere = data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
-    yield (
+    say(
         "data",
         f"{format_count(data.data.num_tokens)} tokens in "
         f"{counted(data.data.num_documents, 'document')}: {_epoch(run, data)}"
         + (f"; ready-made ids, taken for those of {run.model.from_hf}" if made_elsewhere else ""),
     )
     if terms := run.train.beside_cross_entropy:
-        yield "loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone"
+        say("loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone")
     if run.data.samples == "documents":
-        yield from _packing(run, plan, checked.next_step)
+        most = f"samples into subsequences of at most about {max(plan.lengths)} tokens"
+        say("cut", f"{most}, packed anew for every step")
     else:
-        yield "cut", _cut(run, plan.lengths)
+        say("cut", _cut(run, plan.lengths))
     if parallelism := str(MeshShape.of(run.parallel)):
-        yield "parallel", f"{parallelism}; schedule {plan.schedule}"
+        say("parallel", f"{parallelism}; schedule {plan.schedule}")
     of_longest = "of the longest samples alone " if run.data.samples == "documents" else ""
     memory = plan.stages[0].memory.device
-    yield (
+    say(
         "policy",
         f"{plan.policy}: predicted peak {of_longest}{format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
@@ -99,11 +94,11 @@ def _start_lines(checked: CheckedRun) -> Iterator[tuple[str, str]]:
     if tiers.leaves_device:
         behind = max(rank.tier_state_bytes for rank in plan.rank_memory)
         where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
-        yield "state", f"{tiers.text()}{where}: {format_bytes(behind)}"
+        say("state", f"{tiers.text()}{where}: {format_bytes(behind)}")
     if plan.offloads_anything:
-        yield "offload", _offloads(run, plan)
-    yield "output", run.train.output
-    yield "attention", attention_text(checked.attention)
+        say("offload", _offloads(run, plan))
+    say("output", run.train.output)
+    say("attention", attention_text(checked.attention))
 
 
 def _epoch(run: RunConfig, data: TrainingData) -> str:
@@ -112,11 +107,9 @@ def _epoch(run: RunConfig, data: TrainingData) -> str:
         length = format_tokens(run.sequence.length)
         return f"{counted(data.num_samples, 'sequence')} of {length} an epoch"
     lengths, left_out = data.table.lengths, data.table.num_left_out
-    middle = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     return (
         f"{format_count(data.num_samples)} samples of {int(lengths.min())} to "
-        f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}, "
-        + ", ".join(f"p{share} {value}" for share, value in zip((50, 90, 99), middle, strict=True))
+        f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}"
         + (f" ({counted(left_out, 'document')} left out)" if left_out else "")
     )
 
@@ -129,30 +122,6 @@ def _cut(run: RunConfig, lengths: tuple[int, ...]) -> str:
     tokens = str(longest) if longest == shortest else f"{longest} to {shortest}"
     by = "boundaries" if run.sequence.boundaries is not None else run.sequence.partition
     return f"{len(lengths)} subsequences of {tokens} tokens (sequence.partition={by})"
-
-
-def _packing(
-    run: RunConfig, plan: ExecutionPlan, next_step: NextStep | None
-) -> Iterator[tuple[str, str]]:
-    """Yield the lines about the packing of samples, and the next step if any is left."""
-    yield (
-        "cut",
-        f"samples into subsequences of at most about {max(plan.lengths)} tokens, packed anew for "
-        "every step",
-    )
-    if next_step is None:
-        return
-    planned, step = next_step.planned, next_step.planned.plan
-    replicas = run.parallel.data_parallel_degree
-    of_replica = f" on the first of {replicas} replicas" if replicas > 1 else ""
-    yield (
-        "step",
-        f"number {next_step.number}{of_replica}: {format_count(step.num_samples)} samples, "
-        f"{format_count(step.tokens)} tokens in {step.num_split} split, {step.num_batched} batched "
-        f"and {step.num_hybrid} hybrid subsequences; predicted "
-        f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle, peak "
-        f"{format_bytes(step.device_peak_bytes)}",
-    )
 
 
 def _offloads(run: RunConfig, plan: ExecutionPlan) -> str:

@@ -50,43 +50,31 @@ class RunCheckpoints:
             ValueError: The token data is not what the run began with, or the state of a rank has
                 NaN or infinite values.
         """
-        step, metadata = self._load()
-        self._check_finite()
-        self._state.drop_pages()
-        return step, metadata
-
-    def _load(self) -> tuple[int, Mapping[str, Any]]:
         state, tokens = self._state, self._tokens
-        checkpoint = self._manager.latest_valid()
-        if checkpoint is None:
-            return 0, {}
-        began_with = checkpoint.metadata.get("tokens_sha256")
-        if began_with not in (None, tokens.meta.tokens_sha256):
+        checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
+        step, metadata = 0, {}
+        if checkpoint is not None:
+            step, metadata = checkpoint.step, checkpoint.metadata
+            if metadata.get("tokens_sha256") not in (None, tokens.meta.tokens_sha256):
+                raise ValueError(
+                    f"{tokens.directory} holds other tokens than the run began with "
+                    f"({checkpoint.path}); prepare the old ones again, or choose another "
+                    "train.output"
+                )
+            self._manager.load_into(checkpoint, state.sharded.blocks(live))
+            state.optimizer.load_state(live)
+            state.sharded.gather(state.weights)
+            if step < self._run.train.steps:
+                _log.info("going on after step %d from %s", step, checkpoint.path)
+        found = self._peers.all_gather(nonfinite_place(state.sharded.blocks(live)))
+        if bad := [place for place in found if place is not None]:
+            where = self._run.model.from_hf or self._run.train.output
             raise ValueError(
-                f"{tokens.directory} holds other tokens than the run began with "
-                f"({checkpoint.path}); prepare the old ones again, or choose another train.output"
+                f"{where}: {bad[0]}; training would keep it, and no checkpoint with NaN or "
+                "infinity is saved: repair the weights"
             )
-        live = state.optimizer.state()
-        self._manager.load_into(checkpoint, state.sharded.blocks(live))
-        state.optimizer.load_state(live)
-        state.sharded.gather(state.weights)
-        if checkpoint.step < self._run.train.steps:
-            _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
-        return checkpoint.step, checkpoint.metadata
-
-    def _check_finite(self) -> None:
-        """Raise ValueError on every rank if the state of any rank has NaN or infinite values.
-
-        A checkpoint of such a state could never be saved. The error names the first bad value.
-        """
-        run = self._run
-        own = nonfinite_place(self._state.sharded.blocks(self._state.optimizer.state()))
-        found = [place for place in self._peers.all_gather(own) if place is not None]
-        if found:
-            raise ValueError(
-                f"{run.model.from_hf or run.train.output}: {found[0]}; training would keep it, and "
-                "no checkpoint with NaN or infinity is saved: repair the weights"
-            )
+        state.drop_pages()
+        return step, metadata
 
     def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
         """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import socket
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from sppo.config import RunConfig
 from sppo.config.base import Section
 from sppo.config.json_file import JsonError, read_json
 from sppo.output_file import PARTIAL, write_json
-from sppo.quoting import one_line, quoted
+from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE
 
 CONFIG_FILE = "run.json"
@@ -29,8 +27,6 @@ LOSS_PLOT = "loss.png"
 TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"
 TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
-_HOLDER_WRITES_S = 0.1
-"""Seconds to wait for a process that has just taken the lock to write its name into the file."""
 RESULT_FILES = (
     METRICS_FILE,
     SUMMARY_FILE,
@@ -88,24 +84,13 @@ def check_output(run: RunConfig) -> None:
 
 def _check_places(output: Path) -> None:
     """Raise ValueError if an existing entry prevents a run from writing its files."""
-    for name in _FILES:
-        path = output / name
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no file, and a run writes one there; move it away")
-    for name in (CHECKPOINTS_DIRECTORY, TENSORBOARD_DIRECTORY):
-        path = output / name
-        if os.path.lexists(path) and not path.is_dir():
-            raise ValueError(f"{path} is no directory, and a run makes one there; move it away")
-    for path in (output / name for name in (*_FILES, CHECKPOINTS_DIRECTORY)):
+    for name in (*_FILES, CHECKPOINTS_DIRECTORY, TENSORBOARD_DIRECTORY):
+        path, is_file = output / name, name in _FILES
+        if os.path.lexists(path) and not (path.is_file() if is_file else path.is_dir()):
+            kind = "file, and a run writes" if is_file else "directory, and a run makes"
+            raise ValueError(f"{path} is no {kind} one there; move it away")
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{path} is not writable; change that, or choose another train.output")
-
-
-def _remove_leftovers(output: Path) -> None:
-    """Delete partially written files of a killed run; the caller holds the lock."""
-    for name in _FILES:
-        for partial in output.glob(f"{name}{PARTIAL}*"):
-            partial.unlink(missing_ok=True)
 
 
 def _is_foreign(entry: Path) -> bool:
@@ -131,35 +116,14 @@ def locked_output(run: RunConfig) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(_HOLDER_WRITES_S)
-            holder = _holder(output)
             raise ValueError(
-                f"train.output {output} is in use by another run{holder}; wait for it or choose "
-                "another"
+                f"train.output {output} is in use by another run; wait for it or choose another"
             ) from None
-        try:
-            _note_holder(lock.fileno(), f"pid {os.getpid()} on {socket.gethostname()}")
-            check_output(run)
-            _remove_leftovers(output)
-            yield output
-        finally:
-            _note_holder(lock.fileno(), "")
-
-
-def _note_holder(descriptor: int, holder: str) -> None:
-    """Write the holder of the lock ("" for none) into its file; a failure is ignored."""
-    with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, holder.encode())
-
-
-def _holder(output: Path) -> str:
-    """Return the holder of the lock as " (HOLDER)"; "" if it is unknown."""
-    try:
-        holder = one_line((output / _LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ""
-    return holder and f" ({holder})"
+        check_output(run)
+        for name in _FILES:  # what a killed run has left behind
+            for partial in output.glob(f"{name}{PARTIAL}*"):
+                partial.unlink(missing_ok=True)
+        yield output
 
 
 def require_output(output: Path) -> None:

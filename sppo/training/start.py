@@ -39,7 +39,6 @@ from sppo.training.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
-    from sppo.hardware.description import DeviceKind
     from sppo.training.records import TrainingOutcome
 
 
@@ -63,9 +62,7 @@ class ReadyRun:
         return self.environment is None and MeshShape.of(self.run.parallel).num_ranks > 1
 
 
-def prepare_run(
-    run: RunConfig, plan: ExecutionPlan | None, *, source: str, console: Console
-) -> ReadyRun:
+def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console) -> ReadyRun:
     """Check the inputs of a run, choose its degrees, and decide whether to start ranks.
 
     Checks that need no torch come first, so that a mistyped path is reported before the import of
@@ -76,7 +73,6 @@ def prepare_run(
     Args:
         run: Validated run configuration.
         plan: Plan to follow; None to make the plan when the run starts.
-        source: Name of the plan in errors.
         console: Console on which the ranks are announced.
 
     Raises:
@@ -94,45 +90,27 @@ def prepare_run(
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
     may_choose = plan is None and bool(run.parallel.open_degrees) and find_gpus() is not None
-    if may_choose:  # how many ranks there will be is known once torch has counted the devices
-        check_room_for_libraries()
-    else:
-        _prepare_ranks(run, environment, console=console)
-    with torch_kept_quiet(os.environ):
-        from sppo.training.devices import device as devices
-    chosen: dict[str, int] = {}
-    if plan is not None:
-        check_kind(plan, kind=devices.device_kind(run), source=source)
-    elif ranks := devices.ranks_to_divide(run, environment):
-        if run.data.samples == "documents" and is_main:
-            how = "as sppo solve does: this may take minutes"
-            print_titled("degrees", f"planning drawn steps for {ranks} devices, {how}", console)
-        chosen = devices.chosen_degrees(run, environment, ranks=ranks)
-        run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
-        if is_main:
-            degrees = str(MeshShape.of(run.parallel)) or "all 1"
-            whose = f"chosen for {ranks} devices; those you write are kept"
-            print_titled("degrees", f"{degrees}, {whose}", console)
-    if may_choose:
-        _prepare_ranks(run, environment, console=console)
-    return ReadyRun(run, plan, environment, chosen)
-
-
-def _prepare_ranks(
-    run: RunConfig, environment: RankEnvironment | None, *, console: Console
-) -> None:
-    """Check that there is room for torch in all ranks to start, and announce these ranks.
-
-    Raises:
-        MemoryError: There is too little memory even for the libraries.
-    """
     shape = MeshShape.of(run.parallel)
-    if environment is None and shape.num_ranks > 1:
-        check_room_for_libraries(processes=1 + shape.num_ranks)
+    starts = environment is None and shape.num_ranks > 1 and not may_choose
+    check_room_for_libraries(processes=1 + shape.num_ranks if starts else 1)
+    if starts:
         where = f"{shape.num_ranks} ranks on this machine ({shape})"
         print_titled("start", f"{where}: torch is loaded and the run is checked first", console)
-    else:
-        check_room_for_libraries()
+    with torch_kept_quiet(os.environ):
+        from sppo.training.devices import device as devices
+    ranks = 0 if plan is not None else devices.ranks_to_divide(run, environment)
+    if not ranks:
+        return ReadyRun(run, plan, environment)
+    if run.data.samples == "documents" and is_main:
+        how = "as sppo solve does: this may take minutes"
+        print_titled("degrees", f"planning drawn steps for {ranks} devices, {how}", console)
+    chosen = devices.chosen_degrees(run, environment, ranks=ranks)
+    run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
+    if is_main:
+        degrees = str(MeshShape.of(run.parallel)) or "all 1"
+        whose = f"chosen for {ranks} devices; those you write are kept"
+        print_titled("degrees", f"{degrees}, {whose}", console)
+    return ReadyRun(run, plan, environment, chosen)
 
 
 def start_ranks(ready: ReadyRun, words: list[str]) -> int:
@@ -230,16 +208,3 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
         first = problems[0]
         raise ValueError(f"with the degrees of the plan, {first.path} {first.value} {first.rule}")
     return followed
-
-
-def check_kind(plan: ExecutionPlan, *, kind: DeviceKind, source: str) -> None:
-    """Raise ValueError if a plan was made for another kind of device than the run is trained on."""
-    if plan.hardware.device.kind != kind:
-        here, hint = (
-            ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")
-        )
-        raise ValueError(
-            f"{source} was made for {plan.hardware.name}, and this run is trained on {here}: solve "
-            f"again with {hint}, or with a hardware.file of this machine, or keep the plan for "
-            "sppo simulate"
-        )

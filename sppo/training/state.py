@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
+from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS, MemoryBuckets
 from sppo.cost.parameters import parameter_shapes
 from sppo.cost.state_tiers import StateTiers
@@ -33,7 +34,7 @@ from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.timeouts import device_timeouts
+from sppo.parallel.job.timeouts import issued_timeout, stall_timeout
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.msp_exchange import MspLinks
@@ -218,12 +219,10 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
     predicted_step_s = math.inf if differ else plan.predicted.step_s
-    timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
+    stall_timeout_s = stall_timeout(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
     mesh.connect(
-        timeout_s=timeouts.issued_s if mesh.uses_nccl else None,
-        wraps=plan.virtual_stages > 1,
-        cuts_units=plan.uses_msp,
-        ties_ends=run.model.tie_embeddings,
+        CommunicatorUse.of(plan.candidate()),
+        timeout_s=issued_timeout(stall_timeout_s) if mesh.uses_nccl else None,
     )
     if mesh.uses_nccl:
         mesh.send_first_messages()
@@ -242,6 +241,9 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
         num_virtual=plan.virtual_stages,
         p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=program,
+        placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
+        kv_offloaded=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
+        kv_recomputed=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         msp_links=msp_links,
     )
 
@@ -291,10 +293,7 @@ def _engine_options(job: Job, plan: ExecutionPlan) -> dict[str, Any]:
             failed_step_timeout_s=job.failed_step_timeout_s,
         )
     return {
-        "placements": {n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         "offloaded": store,
-        "kv_offloaded": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
-        "kv_recomputed": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         "input_every": run.activations.input_every,
         "exchange": _exchange(run, job.mesh),
         "loss_terms": loss_terms(run),

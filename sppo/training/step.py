@@ -26,10 +26,11 @@ from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.peer_errors import LATE, PeerLostError
-from sppo.parallel.job.timeouts import device_timeouts
+from sppo.parallel.job.timeouts import stall_timeout
 from sppo.planning.elastic.replica_plan import ReplicaPlan
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import Action
+from sppo.training.interruption import NonFiniteError
 from sppo.training.job import Job
 from sppo.training.state import TrainingState
 
@@ -242,9 +243,7 @@ def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
     """
     if not job.mesh.is_distributed:
         return
-    limit_s = device_timeouts(
-        job.run.parallel.timeout_s, predicted_step_s=work.step_s
-    ).stall_timeout_s
+    limit_s = stall_timeout(job.run.parallel.timeout_s, predicted_step_s=work.step_s)
     if not job.device.wait_with_timeout(result.executed.marks, stall_timeout_s=limit_s):
         raise PeerLostError(
             f"step {work.number}: waiting for this rank's device, which waits for another rank: "
@@ -253,10 +252,6 @@ def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
 
 
 # Steps that are not finite
-
-
-class NonFiniteError(RuntimeError):
-    """Training stopped because losses, gradients or the state were not finite."""
 
 
 class NonFiniteGuard:

@@ -32,7 +32,7 @@ from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action
 from sppo.training.devices.device import Device
 from sppo.training.executed_step import step_timelines
-from sppo.training.interruption import Interrupted, StopRequest
+from sppo.training.interruption import Interrupted, NonFiniteError, StopRequest
 from sppo.training.preflight import CheckedRun
 from sppo.training.records import Baseline, StepRecords, TrainingOutcome
 from sppo.training.run_checkpoints import RunCheckpoints
@@ -40,7 +40,6 @@ from sppo.training.run_directory import PLAN_FILE, locked_output, note_configura
 from sppo.training.sample_steps import SampleSteps
 from sppo.training.state import DTYPES, TrainingState, build_state, loss_terms
 from sppo.training.step import (
-    NonFiniteError,
     NonFiniteGuard,
     SequenceSteps,
     StepSource,
@@ -78,20 +77,7 @@ def train(checked: CheckedRun) -> TrainingOutcome:
         PeerLostError: Another rank ended or does not answer.
     """
     job, started = checked.job, time.perf_counter()
-    base = _baseline(checked)
-    with ExitStack() as locked:
-        output = job.peers.decided_by_main(lambda: locked.enter_context(locked_output(job.run)))
-        outcome = _train_into(output, checked, base)
-        # The report that follows draws plots in the memory that training used.
-        gc.collect()  # the engine's parts refer to each other
-        job.device.trim()
-    outcome.wall_s = time.perf_counter() - started
-    return outcome
-
-
-def _baseline(checked: CheckedRun) -> Baseline:
-    """Warm up the device of this rank, and return its state."""
-    run, device = checked.job.run, checked.job.device
+    run, device = job.run, job.device
     device.begin()
     _log.info("%s", device.describe_memory())
     before, files = device.held_bytes(), device.file_bytes()
@@ -99,13 +85,17 @@ def _baseline(checked: CheckedRun) -> Baseline:
     peak_flops_per_s = device.peak_flops_per_s(DTYPES[run.train.dtype])
     warm_up(run, lengths=checked.plan.lengths, device=device)
     held = device.held_bytes()
-    return Baseline(
-        held,
-        max(0, held - before) if device.kind == "cpu" else 0,
-        files,
-        device.capacity_bytes(baseline_bytes=held),
-        peak_flops_per_s,
-    )
+    warm_up_bytes = max(0, held - before) if device.kind == "cpu" else 0
+    capacity_bytes = device.capacity_bytes(baseline_bytes=held)
+    base = Baseline(held, warm_up_bytes, files, capacity_bytes, peak_flops_per_s)
+    with ExitStack() as locked:
+        output = job.peers.decided_by_main(lambda: locked.enter_context(locked_output(run)))
+        outcome = _train_into(output, checked, base)
+        # The report that follows draws plots in the memory that training used.
+        gc.collect()  # the engine's parts refer to each other
+        device.trim()
+    outcome.wall_s = time.perf_counter() - started
+    return outcome
 
 
 def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOutcome:

@@ -83,7 +83,7 @@ def test_backward_uses_the_blocks_of_its_layers_from_the_last_to_the_first():
     assert use_order("2B0.0") == "", "another rank's"
     assert (
         use_order("0H2D_KV0.0 2F0.0[1/2] 2B0.0[1/2] 1B0.0")
-        == "0.0.8 0.0.7 0.0.6 kv0.0.3 kv0.0.4 kv0.0.5"
+        == "0.0.8 kv0.0.3 0.0.7 kv0.0.4 kv0.0.5 0.0.6"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import sppo
 
 
-def run(code: str) -> str:
+def run(code):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )

@@ -23,7 +23,7 @@ RUN = {
 EVEN = {"model.num_layers": 2, "train.sequences_per_step": 2}
 
 
-def write(path: Path, sections: dict) -> Path:
+def write(path, sections):
     path.write_text(json.dumps(sections))
     return path
 

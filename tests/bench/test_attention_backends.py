@@ -1,7 +1,5 @@
 """Attention back ends side by side: which back end is timed on which device, and the table."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 
@@ -16,9 +14,8 @@ from sppo.bench.attention_backends import (
     BackendRate,
 )
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
-from sppo.bench.operands import Operands
 from sppo.bench.timing import KernelBench, Rounds, Timing
-from sppo.cli.bench_tables import attention_screen, automatic_line
+from sppo.cli.bench_tables import attention_screen
 from sppo.cli.printing import print_screen
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
@@ -27,11 +24,6 @@ from tests.bench.test_timing import Watcher, bench_of
 ONCE = Rounds(count=1, window_s=0.0)
 SMALL = AttentionGrid(queries=(8, 16), heads=Heads(4, 2), head_sizes=(16,), prefixes=(1, 3))
 SPAN = AttentionShape("bf16", 4096, 32768, Heads(32, 8), 128)
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return Operands("cpu")
 
 
 def rates_of(shape, **seconds):
@@ -230,20 +222,3 @@ def test_the_table_has_a_column_per_back_end_and_says_why_there_are_gaps():
     assert "bf16 32/8 128 4Ki 32Ki 515 / 644 * –" in lines
     assert "– torch_blocks would take longer than 0.05 s a call: 1 shape" in lines
     assert "– torch_flash is wrong: 2 shapes" in lines
-
-
-def test_what_auto_loses_is_said():
-    other = replace(SPAN, keys=65536)
-    good = rates_of(SPAN, flash_attn_3=1.02e-3, torch_flash=1e-3)
-    found = measured(good, automatic="flash_attn_3")
-    assert automatic_line(found) == ("* what auto takes: within 3% of the fastest on 1 of 1 shapes")
-    bad = measured(
-        good + rates_of(other, flash_attn_3=1.5e-3, cudnn=1e-3), automatic="flash_attn_3"
-    )
-    assert automatic_line(bad) == (
-        "* what auto takes: within 3% of the fastest on 1 of 2 shapes, at worst 50% slower than "
-        "cudnn (bf16, 4Ki queries at the end of 64Ki keys, 32/8 heads of 128)"
-    )
-    for rates in (rates_of(SPAN, flash_attn_3=1e-3), rates_of(SPAN, cudnn=1e-3, torch_flash=2e-3)):
-        line = automatic_line(measured(rates, automatic="flash_attn_3"))
-        assert "no shape was timed with it and another back end" in line

@@ -1,7 +1,5 @@
 """Copies: rates with both directions busy, a real disk, and plans that use the rates."""
 
-from __future__ import annotations
-
 import errno
 import json
 from dataclasses import asdict, replace
@@ -12,18 +10,17 @@ import pytest
 from sppo.bench import disk
 from sppo.bench.copies import CopyMeasurements, CopyPoint, busy_rates, measure_point
 from sppo.bench.hardware_description import describe
-from sppo.bench.suite import Measurements
 from sppo.cli.bench_tables import copies_screen
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.run_plan import plan_run
 from sppo.units import MIB
+from tests.bench.test_hardware_description import NOTHING
 from tests.bench.test_timing import Watcher
 from tests.planning.cases import run_config
 
 LAPTOP = PRESETS["laptop-cpu"]
-NOTHING = Measurements("cpu", (), (), (), (0.1,), 1.0)
 SLOW = CopyPoint("disk", 16 * MIB, 1, 9e6, 8e6, 3e6, 4e6)
 DISK = CopyMeasurements("disk", "a disk", (SLOW,), planned=SLOW, room_bytes=1 << 34)
 

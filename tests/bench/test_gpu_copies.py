@@ -1,7 +1,5 @@
 """Copies of a GPU: measured if there is a GPU; elsewhere everything except the device is tested."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +11,8 @@ import torch
 from sppo.bench import overlap, pcie, processes
 from sppo.bench.copies import CopyMeasurements, CopyPoint
 from sppo.bench.operands import Operands
-from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
+from sppo.bench.overlap import default_layer, measure_overlap
 from sppo.cli.bench_tables import copies_screen
-from sppo.config.model import ModelConfig
 from sppo.hardware.numa import NumaNode
 from sppo.offload import cuda_lane
 from sppo.offload.cuda_lane import CudaLane
@@ -134,22 +131,13 @@ def test_a_gpu_that_fails_ends_the_others(two_gpus, monkeypatch):
         pcie.measure_pcie(TWO, quick=True, watcher=Watcher())
 
 
-def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
+def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch, small):
     monkeypatch.setattr(overlap, "_lane", lambda device: CudaLane(CPU))
     monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cuda": (64,)})
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cuda": (0, 64)})
     operands = Operands("cpu")
     operands.device = "cuda"
-    model = ModelConfig(
-        vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_size=128
-    )
-    found = measure_overlap(
-        operands,
-        MeasuredLayer("small", model, "bf16"),
-        directory=None,
-        quick=True,
-        watcher=Watcher(),
-    )
+    found = measure_overlap(operands, small, directory=None, quick=True, watcher=Watcher())
     assert found.where == "to page-locked host memory"
     assert [point.context for point in found.points] == [0, 64]
     assert all(point.copy_s > 0 < point.compute_s for point in found.points)

@@ -1,7 +1,5 @@
 """Measurements become a description: merged, saved, read back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Measured calls are what the planner counts: the prediction of a measured call is its time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from sppo.bench import attention, elementwise, gemm
 from sppo.bench.attention_grid import attention_grid
 from sppo.bench.kernel_calls import MAKERS
-from sppo.bench.operands import DTYPES, Operands
+from sppo.bench.operands import DTYPES
 from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cost.elementwise import PASSES, Work, bytes_per_element, work_seconds
 from sppo.hardware.presets import PRESETS
@@ -19,11 +17,6 @@ from tests.bench.test_timing import Watcher, bench_of
 
 CPU = PRESETS["laptop-cpu"].device
 ONCE = Rounds(count=1, window_s=0.0)
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return Operands("cpu")
 
 
 def timing(seconds):

@@ -22,21 +22,11 @@ from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.step_prices import least_seconds
 from tests.bench.failing_process import fail
 from tests.bench.test_hardware_description import NOTHING
+from tests.bench.test_timing import Watcher
 from tests.conftest import refuse, succeed
 
 FOUND = MessageMeasurements(2e9, 1e-4, 3e-9, 0.1)
 LAPTOP = PRESETS["laptop-cpu"]
-
-
-class Progress:
-    def __init__(self):
-        self.told = []
-
-    def begin(self, subject, *, total):
-        self.told.append((subject, total))
-
-    def advance(self):
-        self.told.append("advanced")
 
 
 def candidate(per_byte, *, ranks=3, **changes):
@@ -50,20 +40,21 @@ def candidate(per_byte, *, ranks=3, **changes):
 
 
 def test_two_processes_measure_their_messages(capfd):
-    progress = Progress()
-    found = measure_messages(quick=True, watcher=progress)
+    watcher = Watcher()
+    found = measure_messages(quick=True, watcher=watcher)
     assert found.bytes_per_s > 1e6
     assert 0 < found.latency_s < 1
     assert 0 <= found.compute_s_per_byte < 1e-6
-    assert progress.told == [("messages", 2), "advanced", "advanced"]
+    assert (watcher.begun, watcher.advanced) == ([("messages", 2)], 2)
     assert capfd.readouterr().err == ""
 
 
 def test_a_process_that_fails_is_an_error(monkeypatch):
+    before = {*multiprocessing.active_children()}
     monkeypatch.setattr(messages, "_measure", fail)
     with pytest.raises(ValueError, match="no messages here"):
-        measure_messages(quick=True, watcher=Progress())
-    assert not multiprocessing.active_children()
+        measure_messages(quick=True, watcher=Watcher())
+    assert {*multiprocessing.active_children()} == before
 
 
 def test_plans_read_what_was_measured():
@@ -142,6 +133,6 @@ def test_processes_end_when_starting_is_interrupted(monkeypatch):
 
     monkeypatch.setattr(SpawnProcess, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure_messages(quick=True, watcher=Progress())
+        measure_messages(quick=True, watcher=Watcher())
     assert started
     assert {*multiprocessing.active_children()} == before

@@ -1,7 +1,5 @@
 """Copies that overlap compute: what they cost, and a real run of both."""
 
-from __future__ import annotations
-
 import io
 import time
 from dataclasses import replace
@@ -12,9 +10,7 @@ from rich.console import Console
 
 from sppo.bench import overlap
 from sppo.bench.hardware_description import describe
-from sppo.bench.operands import Operands
 from sppo.bench.overlap import (
-    MeasuredLayer,
     OverlapMeasurements,
     OverlapPoint,
     added_s_per_byte,
@@ -23,7 +19,6 @@ from sppo.bench.overlap import (
 from sppo.bench.suite import Measurements
 from sppo.cli.bench_tables import overlap_screen, unsteady_line
 from sppo.cli.printing import print_screen
-from sppo.config.model import ModelConfig
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk import file_tier
 from tests.bench.test_timing import Watcher
@@ -83,19 +78,6 @@ def test_what_copies_cost_is_within_reason():
     assert added_s_per_byte([point(256, 0, slower=99)]) == pytest.approx(COPY_S / 1000)
     nothing = Measurements("cpu", (), (), (), (0.1,), 1.0, overlap=OVERLAP)
     assert describe(PRESETS["laptop-cpu"], nothing).node.copy_compute_s_per_byte == 2e-10
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return Operands("cpu")
-
-
-@pytest.fixture
-def small():
-    model = ModelConfig(
-        vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_size=128
-    )
-    return MeasuredLayer("small", model, "bf16")
 
 
 def test_a_real_layer_and_a_real_disk(operands, small, tmp_path):

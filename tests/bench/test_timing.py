@@ -1,11 +1,8 @@
 """The clock: rounds over all cases, medians, warm calls."""
 
-from __future__ import annotations
-
 import pytest
 
 from sppo.bench import timing
-from sppo.bench.operands import Operands
 from sppo.bench.timing import KernelBench, Rounds, Timing
 
 
@@ -45,11 +42,6 @@ class Watcher:
 
     def advance(self):
         self.advanced += 1
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return Operands("cpu")
 
 
 def bench_of(operands, rounds, watcher=None, *, dtypes=("fp32",)):

@@ -32,7 +32,6 @@ RUN: dict[str, dict[str, object]] = {
     "checkpoint": {"every": 2, "keep": 1},
 }
 _SHAPE = "schedule=sppo ranks=2 sequences=1 subsequences=4"
-_QUICK = "bench gemm --quick dtype=fp32 tokens=64 width=64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,6 @@ CASES = {
         ("a.png", "a.json", "a.txt"),
     ),
     "solve": Case("solve ../solve.json -o plan.json", ("plan.json",)),
-    "bench": Case(f"{_QUICK} -o a.json", ("a.json",)),
     "eval": Case("eval ../trained.json --sequences 1 --png a.png", ("a.png",)),
     "to-hf": Case("convert to-hf ../trained hf"),
     "from-hf": Case("convert from-hf ../hf hf"),

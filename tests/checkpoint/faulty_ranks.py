@@ -1,22 +1,17 @@
 """Functions of ranks in tests of checkpoints in which one rank fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
 import shutil
 import signal
 from collections import namedtuple
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from sppo.checkpoint import checkpoint as checkpoint_module
 from sppo.checkpoint import manifest as checkpoint_manifest
@@ -34,7 +29,7 @@ from tests.checkpoint.resharding_ranks import (
 
 
 @contextmanager
-def file_limit() -> Any:
+def file_limit():
     """No file grows beyond a few KB: the disk of this rank is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
@@ -44,18 +39,11 @@ def file_limit() -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*args: object, **kwargs: object) -> Any:
-        raise error
-
-    return fail
-
-
-def is_no_directory(path: Path) -> bool:
+def is_no_directory(path):
     return ".partial-" not in path.name and os.path.isdir(path)
 
 
-def sum_and_lose(paths: list[Path]) -> Any:
+def sum_and_lose(paths):
     """As if the files lay on a disk of this machine alone."""
     found = checkpoint_manifest.sum_files(paths)
     for path in paths:
@@ -66,44 +54,44 @@ def sum_and_lose(paths: list[Path]) -> Any:
 class Unportable(RuntimeError):
     """Cannot be sent to another process."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("no pickle of this")
         self.lock = lambda: None
 
 
-FAULTS: dict[str, Callable[[], Any]] = {
+FAULTS = {
     "file size": file_limit,
     "write": lambda: patch.object(
-        checkpoint_tensors._WatchedFile, "write", raising(OSError(errno.EIO, "I/O error"))
+        checkpoint_tensors._WatchedFile, "write", side_effect=OSError(errno.EIO, "I/O error")
     ),
     "read back": lambda: patch.object(
-        checkpoint_module, "sum_files", raising(OSError(errno.EIO, "I/O error"))
+        checkpoint_module, "sum_files", side_effect=OSError(errno.EIO, "I/O error")
     ),
     "publish": lambda: patch.object(
-        checkpoint_module, "publish", raising(OSError(errno.ENOSPC, "No space left on device"))
+        checkpoint_module, "publish", side_effect=OSError(errno.ENOSPC, "No space left on device")
     ),
     "space": lambda: patch.object(
         shutil, "disk_usage", lambda path: namedtuple("usage", "total used free")(9, 7, 2)
     ),
     "not shared": lambda: patch.object(Path, "is_dir", is_no_directory),
     "not seen": lambda: patch.object(checkpoint_module, "sum_files", sum_and_lose),
-    "interrupt": lambda: patch.object(checkpoint_module, "sum_files", raising(KeyboardInterrupt())),
-    "unportable write": lambda: patch.object(
-        checkpoint_tensors._WatchedFile, "write", raising(Unportable())
+    "interrupt": lambda: patch.object(
+        checkpoint_module, "sum_files", side_effect=KeyboardInterrupt()
     ),
-    "unportable": lambda: patch.object(checkpoint_module, "sum_files", raising(Unportable())),
+    "unportable write": lambda: patch.object(
+        checkpoint_tensors._WatchedFile, "write", side_effect=Unportable()
+    ),
+    "unportable": lambda: patch.object(checkpoint_module, "sum_files", side_effect=Unportable()),
 }
 
 
-def save_with_fault(
-    group: ProcessGroup, directory: str, fault: str, on: int, async_save: bool
-) -> dict[str, Any]:
+def save_with_fault(group, directory, fault, on, async_save):
     """Save steps 1 and 2, with a fault of one rank at 2, then 3; what was raised at 2."""
     manager = manager_of(group, directory, async_save=async_save)
     state = cut_state(group, "grid", step=1)
     manager.save(state, step=1, metadata={})
     manager.wait()
-    raised: BaseException | None = None
+    raised = None
     with FAULTS[fault]() if dist.get_rank(group) == on else patch.dict({}):
         try:
             manager.save(cut_state(group, "grid", step=2), step=2, metadata={})
@@ -124,14 +112,14 @@ def save_with_fault(
     }
 
 
-def die_in_save(group: ProcessGroup, directory: str, on: int) -> None:
+def die_in_save(group, directory, on):
     """Save step 1, then rank ``on`` is killed having written part of its file of step 2."""
     manager = manager_of(group, directory)
     manager.save(cut_state(group, "rows", step=1), step=1, metadata={})
     real = checkpoint_tensors._WatchedFile.write
     calls = 0
 
-    def write(self: Any, data: Any) -> int:
+    def write(self, data):
         nonlocal calls
         calls += 1
         if calls == 10:
@@ -144,7 +132,7 @@ def die_in_save(group: ProcessGroup, directory: str, on: int) -> None:
     manager.save(cut_state(group, "rows", step=2), step=2, metadata={})
 
 
-def find(group: ProcessGroup, directory: str) -> dict[str, Any]:
+def find(group, directory):
     """What ``latest_valid`` says."""
     try:
         found = manager_of(group, directory).latest_valid()
@@ -153,20 +141,21 @@ def find(group: ProcessGroup, directory: str) -> dict[str, Any]:
     return {"found": found and [str(found.path), found.step, found.metadata]}
 
 
-def load_wrong(group: ProcessGroup, directory: str, fault: str) -> dict[str, Any]:
+def load_wrong(group, directory, fault):
     """Load where rank 1 alone expects something else or sees nothing; what was raised."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
     state = cut_state(group, "rows", step=1, make=lambda block: torch.full_like(block, -1))
-    hidden: Any = patch.dict({})
+    hidden = patch.dict({})
     if dist.get_rank(group) == 1:
         if fault == "missing":
             state["model.extra"] = torch.full((2,), -1.0)
         elif fault == "shape":
             state["model.layers.1.norm.weight"] = StateBlock(torch.full((1,), -1.0), (3,), (4,))
         else:
-            unseen = raising(FileNotFoundError())
-            hidden = patch.object(checkpoint_manifest, "_read_manifest", unseen)
+            hidden = patch.object(
+                checkpoint_manifest, "_read_manifest", side_effect=FileNotFoundError()
+            )
     with hidden:
         try:
             manager.load_into(found, state)
@@ -176,23 +165,18 @@ def load_wrong(group: ProcessGroup, directory: str, fault: str) -> dict[str, Any
     return {}
 
 
-def save_bad_layout(group: ProcessGroup, directory: str, fault: str) -> str:
+def save_bad_layout(group, directory, fault):
     """Blocks that are no tiling; what was raised."""
     rank = dist.get_rank(group)
-    rows = 2
-    shape = (6, 2)
-    dtype = torch.float32
-    offset = 2 * rank
-    if fault == "gap":
-        offset = 4 if rank == 1 else offset  # as rank 2: rows 2 and 3 are nowhere
-    elif fault == "overlap":
-        offset, rows = (1, 2) if rank == 1 else (offset, rows)
-    elif fault == "shape":
-        shape = (7, 2) if rank == 1 else shape
-    elif fault == "size":
-        offset, rows = (0, 3) if rank == 1 else (offset, rows)
-    else:
-        dtype = torch.bfloat16 if rank == 1 else dtype
+    offset, rows, shape, dtype = 2 * rank, 2, (6, 2), torch.float32
+    if rank == 1:
+        offset, rows, shape, dtype = {
+            "gap": (4, rows, shape, dtype),  # as rank 2: rows 2 and 3 are nowhere
+            "overlap": (1, rows, shape, dtype),
+            "shape": (offset, rows, (7, 2), dtype),
+            "size": (0, 3, shape, dtype),
+            "dtype": (offset, rows, shape, torch.bfloat16),
+        }[fault]
     block = StateBlock(torch.zeros(rows, 2, dtype=dtype), (offset, 0), shape)
     try:
         manager_of(group, directory).save({"model.w": block}, step=1, metadata={})

@@ -1,33 +1,23 @@
 """Functions of ranks in tests of checkpoints: shard a state, save it, load it in other shards."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.state_block import StateBlock
-from sppo.config import PRESETS, RunConfig
+from sppo.config import PRESETS
 from sppo.model.initialize import initial_weights
 from tests.make import make_run
 
-State = dict[str, Tensor | StateBlock]
-Box = list[tuple[int, int]]
-"""First and last of a block, in each dimension."""
 
-
-def tensors_of(step: int) -> dict[str, Tensor]:
+def tensors_of(step):
     """The whole state, as one process would hold it."""
     generator = torch.Generator().manual_seed(step)
 
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def made(*shape, dtype=torch.float32):
         return torch.randn(*shape, generator=generator).to(dtype)
 
     return {
@@ -47,13 +37,13 @@ def tensors_of(step: int) -> dict[str, Tensor]:
 # Layouts ----------------------------------------------------------------------------------------
 
 
-def cut(size: int, parts: int) -> list[tuple[int, int]]:
+def cut(size, parts):
     """As torch.chunk cuts, but there are always ``parts``; the last ones may be empty."""
     each = -(-size // parts)
     return [(min(i * each, size), min((i + 1) * each, size)) for i in range(parts)]
 
 
-def box_of(layout: str, name: str, shape: torch.Size, *, rank: int, size: int) -> Box | None:
+def box_of(layout, name, shape, *, rank, size):
     """What ``rank`` holds of ``name``; None: nothing of it belongs to this rank."""
     box = [(0, extent) for extent in shape]
     if layout.startswith("random"):
@@ -73,7 +63,7 @@ def box_of(layout: str, name: str, shape: torch.Size, *, rank: int, size: int) -
     return box
 
 
-def random_box(seed: str, shape: torch.Size, *, rank: int, size: int) -> Box | None:
+def random_box(seed, shape, *, rank, size):
     """Of a random grid with as many cells as there are ranks or fewer, some cells copied."""
     chance = random.Random(f"{seed}/{size}")
     grid, left = [], size
@@ -82,7 +72,7 @@ def random_box(seed: str, shape: torch.Size, *, rank: int, size: int) -> Box | N
         left //= parts
         inner = sorted(chance.randint(0, extent) for _ in range(parts - 1))
         grid.append(list(zip([0, *inner], [*inner, extent], strict=True)))
-    cells: list[Box] = [[]]
+    cells = [[]]
     for dimension in grid:
         cells = [[*cell, bounds] for cell in cells for bounds in dimension]
     others = [chance.choice([None, *cells]) for _ in range(size - len(cells))]
@@ -91,32 +81,20 @@ def random_box(seed: str, shape: torch.Size, *, rank: int, size: int) -> Box | N
     return holds[rank]
 
 
-def place_of(group: ProcessGroup | None) -> tuple[int, int]:
+def place_of(group):
     """Rank and number of ranks."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
-def cut_state(
-    group: ProcessGroup | None,
-    layout: str,
-    *,
-    step: int,
-    make: Callable[[Tensor], Tensor] = lambda block: block,
-) -> State:
+def cut_state(group, layout, *, step, make=lambda block: block):
     """This rank's part of the state; views of the whole tensors unless ``make`` makes others."""
     return cut_tensors(group, layout, tensors_of(step), make=make)
 
 
-def cut_tensors(
-    group: ProcessGroup | None,
-    layout: str,
-    tensors: dict[str, Tensor],
-    *,
-    make: Callable[[Tensor], Tensor] = lambda block: block,
-) -> State:
+def cut_tensors(group, layout, tensors, *, make=lambda block: block):
     """This rank's part of ``tensors``."""
     rank, size = place_of(group)
-    state: State = {}
+    state = {}
     for name, tensor in tensors.items():
         box = box_of(layout, name, tensor.shape, rank=rank, size=size)
         if box is None:
@@ -130,7 +108,7 @@ def cut_tensors(
     return state
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one, other):
     """NaN and signed zeros included."""
     assert one.dtype == other.dtype
     assert one.shape == other.shape
@@ -138,27 +116,25 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def tensor_of(value: Tensor | StateBlock) -> Tensor:
+def tensor_of(value):
     return value.tensor if isinstance(value, StateBlock) else value
 
 
 # Rank functions ---------------------------------------------------------------------------------
 
 
-def in_group(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def in_group(rank, function, *arguments):
     """Call a function of the group of all ranks, in the rank pool."""
     del rank
     return function(dist.group.WORLD, *arguments)
 
 
-def manager_of(
-    group: ProcessGroup | None, directory: str, *, keep: int = 3, async_save: bool = False
-) -> CheckpointManager:
+def manager_of(group, directory, *, keep=3, async_save=False):
     path = Path(directory) / "checkpoints"
     return CheckpointManager(path, keep=keep, async_save=async_save, group=group)
 
 
-def save(group: ProcessGroup | None, directory: str, layout: str, *steps: int) -> list[str]:
+def save(group, directory, layout, *steps):
     """Save steps; the names there are then."""
     manager = manager_of(group, directory)
     for step in steps:
@@ -166,18 +142,18 @@ def save(group: ProcessGroup | None, directory: str, layout: str, *steps: int) -
     return names(directory)
 
 
-def save_two_tensors(group: ProcessGroup | None, directory: str) -> None:
+def save_two_tensors(group, directory):
     """Save step 3 of a state of two tensors that every rank has."""
-    state: State = {"model.a": torch.ones(2), "model.b": torch.ones(3)}
+    state = {"model.a": torch.ones(2), "model.b": torch.ones(3)}
     manager_of(group, directory).save(state, step=3, metadata={})
 
 
-def model_run() -> RunConfig:
+def model_run():
     """A run of a model that has a published form."""
     return make_run({**PRESETS["tiny-test"], "family": "mistral"}, train={"dtype": "bf16"})
 
 
-def save_model(group: ProcessGroup | None, directory: str, layout: str) -> None:
+def save_model(group, directory, layout):
     """Save step 3 of :func:`model_run`, as it would be after no step at all."""
     run = model_run()
     weights = {f"model.{k}": w for k, w in initial_weights(run.model, seed=3).items()}
@@ -186,15 +162,13 @@ def save_model(group: ProcessGroup | None, directory: str, layout: str) -> None:
     manager.save(cut_tensors(group, layout, weights), step=3, metadata=metadata)
 
 
-def save_layouts(group: ProcessGroup | None, directory: str, layouts: list[str]) -> None:
+def save_layouts(group, directory, layouts):
     """Save step 3 in each layout, in a directory of its name."""
     for layout in layouts:
         save(group, f"{directory}/{layout}", layout, 3)
 
 
-def load_layouts(
-    group: ProcessGroup | None, directory: str, saved: list[str], layouts: list[str]
-) -> int:
+def load_layouts(group, directory, saved, layouts):
     """Load what was saved in each layout in every other; blocks compared."""
     compared = 0
     for source in saved:
@@ -207,9 +181,7 @@ def load_layouts(
     return compared
 
 
-def load_and_compare(
-    group: ProcessGroup | None, manager: CheckpointManager, layout: str, *, step: int
-) -> int:
+def load_and_compare(group, manager, layout, *, step):
     """Fill blocks that hold something else; how many were right."""
     found = manager.latest_valid()
     assert found.step == step, found
@@ -221,7 +193,7 @@ def load_and_compare(
     return len(state)
 
 
-def load_newest(group: ProcessGroup | None, directory: str, layout: str) -> int:
+def load_newest(group, directory, layout):
     """Load in ``layout``; the step of what was found."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
@@ -229,7 +201,7 @@ def load_newest(group: ProcessGroup | None, directory: str, layout: str) -> int:
     return found.step
 
 
-def load_views(group: ProcessGroup | None, directory: str) -> None:
+def load_views(group, directory):
     """Load into columns of larger tensors, which must stay as they were beside them."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
@@ -245,7 +217,7 @@ def load_views(group: ProcessGroup | None, directory: str) -> None:
         assert (wide[:, [0, -1]] == 7).all()
 
 
-def save_in_background(group: ProcessGroup, directory: str) -> list[int]:
+def save_in_background(group, directory):
     """Save while the tensors change and the group is in use; ranks summed meanwhile."""
     manager = manager_of(group, directory, async_save=True)
     sums = []
@@ -263,6 +235,6 @@ def save_in_background(group: ProcessGroup, directory: str) -> list[int]:
     return sums
 
 
-def names(directory: str) -> list[str]:
+def names(directory):
     """What lies among the checkpoints."""
     return sorted(path.name for path in (Path(directory) / "checkpoints").iterdir())

@@ -5,16 +5,12 @@ importing torch, then forks; the parent never computes, so the children inherit 
 one JSON object per child: the last step whose save returned before the kill.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,12 +19,12 @@ from sppo.checkpoint.checkpoint import CheckpointManager
 KEEP = 2
 
 
-def state_of(step: int) -> dict[str, torch.Tensor]:
+def state_of(step):
     """1 MiB that names its step in every element."""
     return {f"model.layers.{i}.weight": torch.full((256, 256), float(step)) for i in range(4)}
 
 
-def save_steps(directory: Path, *, last: int, report: int, async_save: bool = False) -> None:
+def save_steps(directory, *, last, report, async_save=False):
     """Resume and save every step, telling ``report`` (a pipe) each step that is safe."""
     manager = CheckpointManager(directory, keep=KEEP, async_save=async_save)
     found = manager.latest_valid()
@@ -39,7 +35,7 @@ def save_steps(directory: Path, *, last: int, report: int, async_save: bool = Fa
         os.write(report, step.to_bytes(8, "little"))
 
 
-def run_child(work: Callable[[int], None]) -> tuple[int, bool]:
+def run_child(work):
     """Fork and run ``work(pipe)``; the last step reported, and whether the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -56,17 +52,17 @@ def run_child(work: Callable[[int], None]) -> tuple[int, bool]:
     return int.from_bytes(reported[-8:], "little"), os.WIFSIGNALED(status)
 
 
-def die_at_call(number: int) -> None:
+def die_at_call(number):
     """Replace calls that change the disk by ones that kill this process at the ``number``-th.
 
     Nothing is flushed: what a killed process has written is not lost, unlike after a power failure.
     """
     left = [number]
 
-    def wrap(name: str) -> None:
+    def wrap(name):
         real = getattr(os, name) if name != "fsync" else lambda descriptor: None
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args, **kwargs):
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -78,7 +74,7 @@ def die_at_call(number: int) -> None:
         wrap(name)
 
 
-def main(directory: Path, number: int) -> None:
+def main(directory, number):
     """From two checkpoints, save a third and die at call 0, 1, ... until a save gets through.
 
     Every other child saves in the background.
@@ -89,7 +85,7 @@ def main(directory: Path, number: int) -> None:
         copy = directory / f"call_{call}"
         shutil.copytree(template, copy)
 
-        def work(pipe: int, call: int = call, copy: Path = copy) -> None:
+        def work(pipe, call=call, copy=copy):
             die_at_call(call)
             save_steps(copy, last=3, report=pipe, async_save=call % 2 == 1)
 

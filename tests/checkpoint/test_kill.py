@@ -1,7 +1,5 @@
 """kill -9 during the writing of checkpoints: what is left is complete, and nothing accumulates."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from sppo.checkpoint.checkpoint import CheckpointManager
 from tests.checkpoint.save_until_killed import KEEP, state_of
 
 
-def _whole(directory: Path) -> int:
+def _whole(directory):
     """Step of the newest checkpoint, all of which is there."""
     manager = CheckpointManager(directory, keep=KEEP, async_save=False)
     found = manager.latest_valid()

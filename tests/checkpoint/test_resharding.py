@@ -1,11 +1,6 @@
 """Checkpoints of several ranks: saved in one layout, loaded in another, whole or not at all."""
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +17,7 @@ from sppo.cli.convert import app
 from sppo.output_file import write_json
 from tests.checkpoint import faulty_ranks as faulty
 from tests.checkpoint import resharding_ranks as work
-from tests.ranks import RankPool
+from tests.checkpoint.damage import flip_a_bit
 from tests.tiers import each_once, exhaustive
 
 LAYOUTS = ["whole", "rows", "grid", *(f"random {i}" for i in range(4))]
@@ -31,40 +26,28 @@ SOME_LAYOUTS = ["grid", "random 1", "random 2"]
 SAVING_RANKS, DEFAULT_SIZE = 4, 3
 
 
-class Ranks:
-    """Runs functions of a group on ranks of the pool, or without a group in this process."""
+@pytest.fixture(scope="module", name="ranks")
+def _ranks(ranks):
+    """Function that returns what one of a group returns on each rank; 0 ranks have no group."""
 
-    def __init__(self, pool: RankPool) -> None:
-        self._pool = pool
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any, size: int) -> list[Any]:
-        """What ``function(group, *arguments)`` returns on each rank; 0 ranks have no group."""
+    def run(function, *arguments, size):
         if size == 0:
             return [function(None, *arguments)]
-        return self._pool.run(work.in_group, function, *arguments, ranks=size)
+        return ranks.run(work.in_group, function, *arguments, ranks=size)
 
-
-@pytest.fixture(scope="module", name="ranks")
-def _ranks(ranks: RankPool) -> Ranks:
-    return Ranks(ranks)
+    return run
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(ranks, tmp_path_factory):
     """Step 3, saved by four ranks, in a directory for each layout."""
     directory = tmp_path_factory.mktemp("saved")
     ranks(work.save_layouts, str(directory), LAYOUTS, size=SAVING_RANKS)
     return directory
 
 
-def _step(directory: Path, step: int) -> Path:
+def _step(directory, step):
     return directory / "checkpoints" / f"step_{step:06d}"
-
-
-def _flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
 
 
 # Layouts ----------------------------------------------------------------------------------------
@@ -244,11 +227,11 @@ def test_a_rank_killed_in_a_save_loses_only_that_save(ranks, tmp_path, on):
 def test_a_damaged_file_is_reported_alike_by_all(ranks, tmp_path):
     assert ranks(faulty.find, str(tmp_path), size=3) == [{"found": None}] * 3
     ranks(work.save, str(tmp_path), "rows", 1, 2, size=4)
-    _flip_a_bit(_step(tmp_path, 2) / "__2_0.distcp")
+    flip_a_bit(_step(tmp_path, 2) / "__2_0.distcp")
     answers = ranks(faulty.find, str(tmp_path), size=3)
     path = str(_step(tmp_path, 1))
     assert answers == [{"found": [path, 1, {"by": "rows", "step": 1}]}] * 3
-    _flip_a_bit(_step(tmp_path, 1) / "__3_0.distcp")
+    flip_a_bit(_step(tmp_path, 1) / "__3_0.distcp")
     answers = ranks(faulty.find, str(tmp_path), size=3)
     (message,) = {answer["error"] for answer in answers}
     assert "step_000001: __3_0.distcp: bytes" in message

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from sppo.cli.app import SUBCOMMANDS, subcommand
 from sppo.version import __version__
@@ -63,10 +62,7 @@ def test_a_key_that_is_written_as_an_option_is_explained(words, written):
 
 
 def test_version():
-    lines = succeed("--version").splitlines()
-    assert lines[0] == f"sppo {__version__}"
-    assert f"torch {torch.__version__}" in lines[1]
-    assert lines[2].startswith("memory pool: ")
+    assert succeed("--version") == f"sppo {__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -65,20 +65,12 @@ def test_json(data: Path) -> None:
     }
 
 
-def test_plot(data: Path) -> None:
-    told = succeed("data", "stats", data, "--length", 50, "-o", "lengths.png")
-    assert told.endswith("written lengths.png\n")
-    assert Path("lengths.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in data.iterdir()} >= {"tokens.bin", "meta.json"}
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["nowhere"], "nowhere: no such directory; token data is written by"),
         (["tokens", "--length", "0"], "--length 0: a length is from 1 to 1,073,741,824 tokens"),
         (["tokens", "--length", "8KI"], "--length: '8KI' is not a size"),
-        (["tokens", "-o", "lengths.jpg"], "-o lengths.jpg: a plot is written as PNG"),
     ],
 )
 def test_bad_input(data: Path, words: list[str], message: str) -> None:

@@ -40,11 +40,6 @@ def test_keys_of_costs():
     assert report(*CASE, "forward=2", "backward=4")["makespan_s"] == 66
 
 
-def test_evaluation_alone():
-    numbers = report(*CASE, "--forward-only")
-    assert numbers["makespan_s"] == numbers["forward_makespan_s"] == 11
-
-
 @pytest.mark.parametrize("words", [["gpipe,sppo_msp"], ["gpipe", "sppo_msp"]])
 def test_schedules_are_compared(words):
     numbers = report(*CASE, "--compare", *words)

@@ -72,6 +72,7 @@ def test_json_has_the_promised_keys(run):
     assert 2 <= len(found["candidates"]) <= 4
     assert all(candidate.keys() >= PROMISED for candidate in found["candidates"])
     assert all(rejection["reason"] for rejection in found["rejected"])
+    assert len(found["by_num_subsequences"]) >= 4
 
 
 def test_the_table_is_enough_to_decide_from(run):
@@ -86,16 +87,14 @@ def test_the_table_is_enough_to_decide_from(run):
     assert "simulated" in shown
     assert "every saved tensor stays on the device until its backward" in shown
     assert "MFU: causal model FLOPs, nothing recomputed" in shown
-    assert text.count("◀ chosen") == 1
-    assert len(re.findall(r" N \d+ ", text)) >= 4
-    assert "the line is its budget, 73.6 GiB" in shown
+    assert "its budget is 73.6 GiB" in shown
     assert "dK and dV" in shown
 
 
 def test_offload_ratios_and_host_memory_are_shown():
     text = example_text(*ONE_WAY)
     assert "is offloaded to host memory" in text
-    assert re.search(r"first to last subsequence \(10 of \d+\): 0\.", text)
+    assert re.search(r"offload ratio 0\.\d\d … 0\.00 ", text)
     assert "activations in host memory" in text
     found = example(*ONE_WAY)
     ratios = found["best"]["offload_ratios"]

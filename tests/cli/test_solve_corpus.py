@@ -122,23 +122,9 @@ def test_nothing_fits(run, monkeypatch):
         (("--lengths", "githib"), "Did you mean 'github'?"),
         (
             ("--lengths", "magi", "data.samples=stream", "train.samples_per_step=null"),
-            "--lengths: only of data.samples=documents",
+            "lengths: only of data.samples=documents",
         ),
-        (
-            ("--png", "a.png", "data.samples=stream", "train.samples_per_step=null"),
-            "--png: only of data.samples=documents",
-        ),
-        (("--lengths", "magi", "--png", "a.txt"), "a.txt"),
     ],
 )
 def test_mistakes(run, words, said):
     assert said in refuse("solve", run, *words)
-
-
-def test_a_step_is_drawn(run):
-    told = succeed("solve", run, "--lengths", "github", "--png", "step.png")
-    assert told.endswith("written step.png\n")
-    assert "plan.json is not written yet: add -o plan.json" in told
-    image = Path("step.png").read_bytes()
-    assert image[:4] == b"\x89PNG"
-    assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (1600, 1120)

@@ -1,6 +1,5 @@
 import json
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,12 +22,12 @@ EXPORTABLE = [name for name in PRESETS if name not in ("gpt-7b", "gpt-13b", "gpt
 """The paper's shapes have GPT-2's layers with rotary positions, which no family computes."""
 
 
-def config_json(family: str, **keys: Any) -> dict[str, Any]:
+def config_json(family, **keys):
     sizes = GPT2_SIZES if family == "gpt2" else {**SIZES, "num_key_value_heads": 2}
     return {"model_type": family, **sizes, **keys}
 
 
-def read(family: str, **keys: Any) -> ModelConfig:
+def read(family, **keys):
     return ModelConfig.model_validate(model_fields(config_json(family, **keys)))
 
 
@@ -194,9 +193,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
         ("llama", {"rope_scaling": {"type": "longrope"}}, ["'longrope'", "llama3, yarn"]),
         ("llama", {"rope_scaling": {"type": "linear"}}, ["lacks factor"]),
-        ("llama", {"rope_scaling": "yes"}, ["rope_scaling 'yes'"]),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, ["low_freq_factor"]),
-        ("llama", {"rope_scaling": {**YARN, "truncate": "no"}}, ["truncate 'no'"]),
         ("llama", {"rope_parameters": {"full_attention": YARN}}, ["one rotary setting"]),
         ("llama", {"layer_types": ["sliding_attention"] * 3}, ["no sliding_window"]),
         ("mistral", {"sliding_window": 0}, ["sliding_window 0"]),
@@ -216,10 +213,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ("qwen2", {"layer_types": ["full_attention"]}, ["each of 3 layers"]),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers -1"]),
         ("gpt2", {"activation_function": "relu"}, ["activation_function 'relu'", "gelu_new"]),
-        ("gpt2", {"activation_function": ["gelu"]}, ["activation_function ['gelu']", "gelu_new"]),
         ("llama", {"rope_theta": 10**400}, ["rope_theta a whole number of 401 digits", "finite"]),
-        ("llama", {"rms_norm_eps": 10**400}, ["rms_norm_eps", "finite"]),
-        ("llama", {"model_type": ["llama"]}, ["model_type ['llama']"]),
         ("llama", {"hidden_act": ["x" * 5000]}, ["hidden_act ['xxx", "...", "supported: silu"]),
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention True"]),
         ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights False"]),
@@ -243,8 +237,6 @@ def test_refusals_name_key_value_and_what_is_supported(family, keys, words):
         (None, "holds no config.json"),
         ("{", "config.json: not JSON"),
         ("[1]", "not a mapping"),
-        ("[" * 3000, "config.json: nested too deeply"),
-        ('{"rope_theta": 1' + "0" * 400 + "}", "a number of 401 digits"),
     ],
 )
 def test_directories(tmp_path, text, word):

@@ -1,7 +1,5 @@
 """JSON of any kind is read, or refused in one line that names file, place and rule."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

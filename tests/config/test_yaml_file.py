@@ -1,5 +1,4 @@
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -125,7 +124,7 @@ def read(path):
     return str(caught.value)
 
 
-def test_a_missing_file_names_its_neighbours_nearest_first(tmp_path: Path):
+def test_a_missing_file_names_its_neighbours_nearest_first(tmp_path):
     for name in ("aa.yaml", "run.yaml", "b.yml", "run.txt", "c.yaml", "d.yaml", "e.yaml"):
         (tmp_path / name).touch()
     text = read(tmp_path / "rnu.yaml")
@@ -134,7 +133,7 @@ def test_a_missing_file_names_its_neighbours_nearest_first(tmp_path: Path):
     assert text.count(".yaml, ") + text.count(".yml, ") <= 5
 
 
-def test_other_files_that_cannot_be_read(tmp_path: Path):
+def test_other_files_that_cannot_be_read(tmp_path):
     assert "no such file" in read(tmp_path / "run.yaml")
     assert f"no directory {tmp_path / 'none'}" in read(tmp_path / "none/run.yaml")
     assert "Is a directory" in read(tmp_path)
@@ -143,7 +142,7 @@ def test_other_files_that_cannot_be_read(tmp_path: Path):
     assert "Not a directory" in read(tmp_path / "bad.yaml/run.yaml")
 
 
-def test_only_a_mapping_is_a_run_file(tmp_path: Path):
+def test_only_a_mapping_is_a_run_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("[1, 2]")
     assert "a mapping of sections" in read(path)

@@ -24,7 +24,7 @@ from sppo.cost.elementwise import (
 )
 from sppo.cost.layer import Workload, update_seconds
 from sppo.cost.stage_cost import stage_seconds
-from sppo.engine.attention.kv_store import KVStore
+from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
@@ -33,7 +33,7 @@ from sppo.kernels import elementwise
 from sppo.model import gradients, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.tensor_stack import TensorStack
+from sppo.offload.retained import TensorStack
 
 BASE = {
     "vocab_size": 48,
@@ -107,14 +107,14 @@ def counted(monkeypatch):
     watch(layer, "rotate_backward", lambda x, table: ("rotary", x.numel()))
     watch(gradients, "accumulate_bias_gradient", lambda total, dy: ("bias_gradient", dy.numel()))
     watch(
-        KVStore,
+        StoredKV,
         "write",
-        lambda *a, k_CKD, v_CKD, **k: ("copy", k_CKD.numel() + v_CKD.numel()),
+        lambda kv, k_CKD, v_CKD: ("copy", k_CKD.numel() + v_CKD.numel()),
     )
     watch(
         TensorStack,
-        "push",
-        lambda stack, tensors: (
+        "put",
+        lambda stack, key, tensors: (
             "save",
             sum(t.numel() for name, t in tensors.items() if name not in ("lse", "dx")),
         ),

@@ -1,9 +1,6 @@
 """Token data without files, and the training data of its samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,9 +9,7 @@ from sppo.data.samples.sample_table import sample_table, stream_table
 from sppo.data.tokens import TokenData, TokenizerDescription, TokenMeta
 
 
-def stream_of(
-    lengths: list[int], *, max_id: int | None = None, loss_mask: list[bool] | None = None
-) -> TokenData:
+def stream_of(lengths, *, max_id=None, loss_mask=None):
     """Documents of the given lengths; the token at position p of the stream is p."""
     tokens = np.arange(sum(lengths), dtype=np.uint32)
     meta = TokenMeta(
@@ -36,20 +31,13 @@ def stream_of(
     )
 
 
-def sequences_of(data: TokenData, length: int, **options: Any) -> TrainingData:
+def sequences_of(data, length, **options):
     """Sequences of ``length`` tokens cut from the stream, one in a step unless told otherwise."""
     options = {"samples_per_step": 1, "seed": 7, "shuffle": False, **options}
     return TrainingData(stream_table(data.num_tokens, length=length), data, **options)
 
 
-def documents_of(
-    lengths: list[int],
-    *,
-    length: int = 12,
-    longer: str = "cut",
-    loss_mask: list[bool] | None = None,
-    **options: Any,
-) -> TrainingData:
+def documents_of(lengths, *, length=12, longer="cut", loss_mask=None, **options):
     """Documents of the given lengths as samples."""
     data = stream_of(lengths, loss_mask=loss_mask)
     table = sample_table(data.document_offsets, length=length, longer=longer)

@@ -1,14 +1,12 @@
 """Statistics of document lengths: buckets, shares, labels that count, and the effect of a limit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.data.samples import length_stats as length_stats_module
-from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
+from sppo.data.samples.length_stats import document_lengths, length_stats
 from sppo.data.samples.sample_table import sample_table
 from tests.data.streams import stream_of
 from tests.tiers import examples
@@ -16,9 +14,7 @@ from tests.tiers import examples
 documents = st.lists(st.integers(1, 1300), min_size=1, max_size=12)
 
 
-def stats_of(
-    lengths: list[int], *, length: int | None = None, loss_mask: list[bool] | None = None
-) -> LengthStats:
+def stats_of(lengths, *, length=None, loss_mask=None):
     data = stream_of(lengths, loss_mask=loss_mask)
     return length_stats(data, document_lengths(data.document_offsets), length=length)
 
@@ -63,7 +59,7 @@ def test_labels_that_count(masks):
 
 
 def test_edges_of_buckets():
-    def edges(longest: int) -> list[int]:
+    def edges(longest):
         return [bucket.up_to for bucket in stats_of([longest + 1]).buckets]
 
     assert edges(0) == edges(10) == [10]

@@ -1,7 +1,5 @@
 """The order of training sequences is a permutation per epoch and never changes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from sppo.data.order import SequenceOrder
 
 
-def _epoch(order: SequenceOrder, epoch: int) -> list[int]:
+def _epoch(order, epoch):
     found = order.sequence_indices(epoch * order.num_sequences, order.num_sequences)
     assert found.dtype == np.int64
     return list(found.tolist())

@@ -1,20 +1,14 @@
 """Steps of samples and their rows: positions, labels, document isolation, resumed runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import accumulate, islice
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.data.sample_rows import TrainingData
-from sppo.data.samples.sample_table import sample_table
-from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from tests.data.streams import documents_of, sequences_of, stream_of
 from tests.tiers import examples
@@ -23,7 +17,7 @@ documents = st.lists(st.integers(1, 30), min_size=1, max_size=40).filter(lambda 
 few_documents = st.lists(st.integers(1, 30), min_size=1, max_size=12).filter(lambda x: sum(x) > 1)
 
 
-def walk(training: TrainingData, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
+def walk(training, steps):
     """Samples and position of each of the first ``steps`` steps."""
     taken = list(islice(training.steps(), steps))
     return taken, list(accumulate(map(len, taken[:-1]), initial=0))
@@ -69,21 +63,6 @@ def test_a_step_has_no_more_samples_than_are_packed_together(monkeypatch):
     assert len(training.step_samples(0)) == len(training.step_samples(100)) == 100
 
 
-def test_a_step_of_one_sample_that_is_longer_than_its_tokens():
-    training = documents_of([11, 3], shuffle=False, tokens_per_step=5)
-    assert training.step_samples(0) == (0,)
-    assert training.step_samples(1) == (1,)
-
-
-def test_thousands_of_samples_a_step_take_milliseconds():
-    lengths = np.random.default_rng(0).integers(2, 100, 200_000)
-    table = sample_table(np.concatenate([[0], np.cumsum(lengths)]), length=64, longer="cut")
-    training = TrainingData(table, stream_of([2]), seed=0, shuffle=True, tokens_per_step=1 << 19)
-    _, positions = walk(training, 21)
-    step = training.step_samples(positions[20])
-    assert (1 << 19) - 64 < sum(training.lengths(step)) <= 1 << 19
-
-
 # Rows
 
 
@@ -103,7 +82,7 @@ def test_a_row_is_its_samples_side_by_side(lengths, length, drawn):
     assert row.num_valid == training.num_labels(chosen)
 
 
-def _examples(sequence: SequenceData) -> list[tuple[tuple[int, ...], int]]:
+def _examples(sequence):
     """What the loss is taken over: each label with all that attention may see before it."""
     tokens, labels = sequence.tokens_S.tolist(), sequence.labels_S.tolist()
     examples = []
@@ -174,17 +153,6 @@ def test_a_loss_mask_excludes_labels_and_nothing_else(lengths, kind, drawn):
         assert b.labels_S.tolist() == expected
         assert (whole.num_labels(step), masked.num_labels(step)) == (a.num_valid, b.num_valid)
         assert masked.has_labels(position) is (b.num_valid > 0)
-
-
-def test_shapes_types_and_boundary_positions():
-    #            0 1 2 | 3 4 | 5 6 7 | 8 ...: the second sequence of 4 is tokens 4..8
-    sequence = sequences_of(stream_of([3, 2, 3, 9]), 4, isolate_documents=True).row([1])
-    assert sequence.tokens_S.dtype == sequence.labels_S.dtype == torch.int64
-    assert sequence.tokens_S.tolist() == [4, 5, 6, 7]
-    assert sequence.labels_S.tolist() == [IGNORED_LABEL, 6, 7, IGNORED_LABEL]
-    assert sequence.document_starts == (0, 1)
-    assert sequence.num_valid == 2
-    assert sequence.labels_S.is_contiguous()
 
 
 # Labels and damage

@@ -1,7 +1,5 @@
 """Table of samples: documents that are cut, dropped, refused or left out."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -9,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo.data.samples.sample_table import SampleTable, sample_table
+from sppo.data.samples.sample_table import sample_table
 
 documents = st.lists(st.integers(1, 40), min_size=1, max_size=20)
 
 
-def table_of(documents: list[int], *, length: int, longer: str) -> SampleTable:
+def table_of(documents, *, length, longer):
     return sample_table(np.cumsum([0, *documents]), length=length, longer=longer)
 
 
-def label_positions(table: SampleTable) -> list[int]:
+def label_positions(table):
     """Tokens of the stream that are labels, in order."""
     pairs = zip(table.starts.tolist(), table.lengths.tolist(), strict=True)
     return [p + 1 for start, length in pairs for p in range(start, start + length)]

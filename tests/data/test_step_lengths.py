@@ -1,7 +1,5 @@
 """Lengths of the samples of a few steps, from token data and from distributions."""
 
-from __future__ import annotations
-
 import pytest
 
 from sppo.data.sample_rows import TrainingData

@@ -1,11 +1,7 @@
 """Tokenizer files: end of text, nothing added, whole documents; streaming of the built-in ones."""
 
-from __future__ import annotations
-
 import builtins
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +10,12 @@ import sppo.data.preparation.ids_files as ids_module
 import sppo.data.preparation.tokenizers as tokenizers_module
 from sppo.data.preparation.ids_files import scan_ids
 from sppo.data.preparation.tokenizer_file import load_tokenizer_file
-from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard
+from sppo.data.preparation.tokenizers import ByteTokenizer
 
 hf = pytest.importorskip("tokenizers")
 
 
-def _save_tokenizer(path: Path, *, added: list[str], words: tuple[str, ...] = ("a", "b")) -> Any:
+def _save_tokenizer(path, *, added, words=("a", "b")):
     """Words split at spaces; a post-processor, truncation and padding that must not act."""
     vocabulary = {word: number for number, word in enumerate(("[UNK]", *words))}
     tokenizer = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -34,8 +30,8 @@ def _save_tokenizer(path: Path, *, added: list[str], words: tuple[str, ...] = ("
     return tokenizer
 
 
-def _encode(tokenizer: Any, *paths: Path) -> list[list[int]]:
-    documents: list[list[int]] = [[]]
+def _encode(tokenizer, *paths):
+    documents = [[]]
     for piece in tokenizer.encode(paths):
         documents[-1] += piece.ids.tolist()
         if piece.ends_document:
@@ -90,7 +86,7 @@ def test_library_missing(tmp_path, monkeypatch):
     _save_tokenizer(tmp_path / "tokenizer.json", added=[])
     real_import = builtins.__import__
 
-    def without_tokenizers(name: str, *args: Any, **keywords: Any) -> Any:
+    def without_tokenizers(name, *args, **keywords):
         if name == "tokenizers":
             raise ImportError(name)
         return real_import(name, *args, **keywords)
@@ -108,7 +104,7 @@ def test_not_a_tokenizer(tmp_path):
         load_tokenizer_file(str(tmp_path), end_of_document="auto")
 
 
-def _pieces_of_each_document(pieces: list[EncodedShard]) -> list[int]:
+def _pieces_of_each_document(pieces):
     counts, count = [], 0
     for piece in pieces:
         count += len(piece.ids) > 0

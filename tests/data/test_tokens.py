@@ -1,7 +1,5 @@
 """Token directories: written data is read back unchanged, and damage is reported."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import nullcontext
@@ -24,6 +22,7 @@ from sppo.data.tokens import (
     open_tokens,
     verify_tokens,
 )
+from tests.checkpoint.damage import flip_a_bit
 from tests.conftest import write_tokens
 from tests.data.streams import sequences_of, stream_of
 from tests.make import make_run
@@ -31,7 +30,7 @@ from tests.make import make_run
 DOCUMENTS = {"data": {"samples": "documents"}, "train": {"samples_per_step": 1}}
 
 
-def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = None) -> Path:
+def _prepare(tmp_path, *documents, vocab_size=None):
     for number, ids in enumerate(documents):
         np.save(tmp_path / f"{number}.npy", np.array(ids, dtype=np.int64))
     files = [tmp_path / f"{number}.npy" for number in range(len(documents))]
@@ -40,7 +39,7 @@ def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = Non
     return out
 
 
-def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | None]) -> Path:
+def _prepare_masked(tmp_path, *documents):
     for number, (_, mask) in enumerate(documents):
         if mask is not None:
             np.save(tmp_path / f"{number}.mask.npy", np.array(mask, dtype=bool))
@@ -72,17 +71,11 @@ def test_missing_directory(tmp_path):
         open_tokens(tmp_path / "nowhere")
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[2] ^= 1
-    path.write_bytes(content)
-
-
-def _append(path: Path) -> None:
+def _append(path):
     path.write_bytes(path.read_bytes() + bytes(16))
 
 
-def _cut(path: Path) -> None:
+def _cut(path):
     os.truncate(path, 2)
 
 
@@ -93,7 +86,7 @@ def _cut(path: Path) -> None:
         (DOCUMENTS_FILE, Path.unlink, "documents.npy missing"),
         (META_FILE, Path.unlink, "meta.json missing"),
         (TOKENS_FILE, _cut, r"2 bytes, but meta.json says 3 tokens of uint16 = 6"),
-        (TOKENS_FILE, _flip, r"tokens.bin: sha256 .* has changed since"),
+        (TOKENS_FILE, flip_a_bit, r"tokens.bin: sha256 .* has changed since"),
         (DOCUMENTS_FILE, _append, r"documents.npy: damaged: 16 bytes follow the array"),
         (
             DOCUMENTS_FILE,
@@ -123,14 +116,10 @@ def test_damaged_files(tmp_path, name, damage, message):
         ({"format_version": 2}, r"format_version 2, but this program reads 1"),
         ({"dtype": "int8"}, r"dtype 'int8': .* 'uint16' or 'uint32'"),
         ({"num_tokens": -1}, r"num_tokens -1: .* greater than or equal to 0"),
-        ({"num_tokens": True}, r"num_tokens True: .* valid integer"),
         ({"extra": 1}, r"extra 1: Unexpected"),
         ({"tokenizer": {"kind": 3}}, r"meta.json: tokenizer.name .*: .*required"),
         ({"num_tokens": 10**30}, r"num_tokens 10+: .* less than or equal to"),
-        ({"tokens_sha256": 3}, r"tokens_sha256 3: .* valid string"),
-        ({"tokenizer": None}, r"tokenizer None: "),
         ({"loss_mask_sha256": None}, "is one of other data"),
-        ({"loss_mask_sha256": 5}, "loss_mask_sha256 5: .* valid string"),
     ],
 )
 def test_faulty_meta(tmp_path, changes, message):

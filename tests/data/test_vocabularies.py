@@ -1,9 +1,6 @@
 """Tokens of one vocabulary are refused for weights of another; every other pair trains."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,14 +9,14 @@ from sppo.config.model import ModelConfig
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.preparation.tokenizer_file import vocabulary_identity
 from sppo.data.run_tokens import check_same_vocabulary, check_tokenizer
-from sppo.data.tokens import TokenData, open_tokens
+from sppo.data.tokens import open_tokens
 
 hf = pytest.importorskip("tokenizers")
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 
 
-def write_tokenizer(directory: Path, words: dict[str, int] = WORDS, *, added: str = "") -> Path:
+def write_tokenizer(directory, words=WORDS, *, added=""):
     """A ``tokenizer.json`` of whole words, with one special token more if ``added`` names one."""
     directory.mkdir(exist_ok=True)
     tokenizer = hf.Tokenizer(hf.models.WordLevel(words, unk_token="a"))
@@ -29,13 +26,13 @@ def write_tokenizer(directory: Path, words: dict[str, int] = WORDS, *, added: st
     return directory / "tokenizer.json"
 
 
-def model_of(directory: Path | None) -> ModelConfig:
+def model_of(directory):
     """A model with the weights in ``directory``, which are not looked at."""
     shape = {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "mlp_size": 8, "vocab_size": 300}
     return ModelConfig(from_hf=None if directory is None else str(directory), **shape)
 
 
-def tokens_of(tmp_path: Path, tokenizer: str, *, out: str = "tokens") -> TokenData:
+def tokens_of(tmp_path, tokenizer, *, out="tokens"):
     """A short text, or ids, prepared with ``tokenizer``."""
     source = tmp_path / ("text.npy" if tokenizer == "ids" else "text")
     if tokenizer == "ids":
@@ -107,7 +104,7 @@ def test_held_out_tokens_are_of_the_vocabulary_that_is_trained_on(tmp_path):
 
 
 def test_a_vocabulary_is_its_words_by_id():
-    def identity(vocabulary: object, added: object = ()) -> object:
+    def identity(vocabulary, added=()):
         content = {"model": {"vocab": vocabulary}, "added_tokens": added}
         return vocabulary_identity(json.dumps(content).encode())
 

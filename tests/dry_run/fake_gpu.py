@@ -37,14 +37,6 @@ from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Wait
 from tests.dry_run.tensor_functions import DevicelessFunctions
 
-_RUNTIME_NAMES = (
-    "Stream", "Event", "stream", "current_stream", "synchronize", "set_device", "get_device_name",
-    "get_device_capability", "get_device_properties", "device_count", "mem_get_info",
-    "memory_reserved", "memory_allocated", "max_memory_reserved", "max_memory_allocated",
-    "reset_peak_memory_stats", "empty_cache", "cudart",
-)  # fmt: skip
-
-
 _CAPABILITY = (9, 0)
 """Compute capability of the fake GPU. No step depends on it: the plan has the back end."""
 _CACHED_TENSORS = (rope._frequencies_on, document_offsets._offsets)
@@ -97,8 +89,8 @@ def fake_gpu(
     )
     recorder = Recorder(runtime, orderings=orderings)
     with ExitStack() as stack:
-        for name in _RUNTIME_NAMES:
-            stack.enter_context(patch.object(torch.cuda, name, getattr(runtime.module, name)))
+        for name, other in vars(runtime.module).items():
+            stack.enter_context(patch.object(torch.cuda, name, other))
         stack.enter_context(patch.object(torch.cuda, "device", lambda _: nullcontext()))
         _replace_ranks(stack, recorder, rank)
         _replace_kernels(stack, recorder, fake_attention(backend))

@@ -51,17 +51,6 @@ def test_all_work_on_the_same_memory_is_ordered(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["to the host", "pipeline"])
-def test_a_lost_wait_of_compute_is_found(name):
-    step, _ = trace(name)
-    waits = [wait for wait in step.waits if wait.worker == "compute"]
-    assert len(waits) >= 2
-    for wait in waits:
-        _, check = trace(name, lost=frozenset((wait,)))
-        assert check.unordered, wait
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_every_lost_wait_is_found(name):
     """Without the host's waits for the whole device, behind which any other wait would hide."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sppo.activations.activation_layout import BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement
@@ -11,6 +11,7 @@ from sppo.activations.tensor_classes import (
     class_bytes_per_token,
     tensor_bytes_per_token,
 )
+from sppo.engine.pipeline import ALONE
 from sppo.offload.block_store import BlockStore
 from sppo.offload.cpu_lane import CpuLane
 from tests.engine.models import Trained
@@ -86,8 +87,11 @@ def lane_of(name):
     return CpuLane() if name == "threads" else EmulatedLane(SCHEDULERS[name]())
 
 
-def offloading_trained(model, weights, rows, *, directory=None, lane="threads", lag=1, **options):
-    """An engine that moves what ``rows`` says, to a disk if there is a directory."""
+def offloading_trained(
+    model, weights, rows, *, pipeline=ALONE, directory=None, lane="threads", lag=1, **options
+):
+    """An engine whose stages all move what ``rows`` says, to a disk if there is a directory."""
     store = BlockStore(lane_of(lane), disk=directory, source_lag=lag, debug=True)
-    options.setdefault("placements", {0: rows})
-    return Trained(model, weights, offloaded=store, **options)
+    placements = dict.fromkeys(range(pipeline.placement.num_stages), rows)
+    pipeline = replace(pipeline, placements=placements)
+    return Trained(model, weights, offloaded=store, pipeline=pipeline, **options)

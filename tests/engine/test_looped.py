@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sppo.engine.pipeline import Pipeline
@@ -44,10 +46,8 @@ def test_two_stages_have_their_keys_on_the_device_at_once(model, tmp_path):
         model,
         random_weights(model),
         rows,
-        placements=dict.fromkeys(range(4), rows),
-        kv_offloaded=range(3),
         directory=tmp_path,
-        pipeline=looped(4),
+        pipeline=replace(looped(4), kv_offloaded=range(3)),
     )
     step(trained, model)
     trained.engine.close()
@@ -57,6 +57,7 @@ def test_two_stages_have_their_keys_on_the_device_at_once(model, tmp_path):
 
 
 def test_recomputed_keys_are_on_the_device_one_stage_at_a_time(model):
-    again = Trained(model, random_weights(model), kv_recomputed=range(3), pipeline=looped(4))
+    pipeline = replace(looped(4), kv_recomputed=range(3))
+    again = Trained(model, random_weights(model), pipeline=pipeline)
     step(again, model)
     assert again.engine.take_peaks().kv_bytes < (4 + 1) * kv_bytes(model)

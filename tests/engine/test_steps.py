@@ -128,7 +128,7 @@ def test_a_failure_inside_a_kernel_leaves_the_engine_clean(trained):
     data = two_sequences(trained.model)
     expected = trained.step(data, TWO_CUTS)
     data[1].tokens_S[7] = trained.model.vocab_size  # beyond the embedding
-    trained.engine._checked_model = None  # as in training, whose data are checked when read
+    trained.engine._checks_steps = False  # as in training, whose data are checked when read
     with pytest.raises(IndexError) as caught:
         trained.step(data, TWO_CUTS)
     assert ">>> 0F1.1 <<<" in caught.value.__notes__[0]

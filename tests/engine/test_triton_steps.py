@@ -1,7 +1,10 @@
 """A whole step on Triton's kernels, under the interpreter, against the plain model in float64."""
 
+from functools import partial
+
 import pytest
 
+from sppo.engine.attention import prefix_attention
 from sppo.kernels import cross_entropy, elementwise, fused, rotary
 from sppo.kernels.attention import merged_output
 from tests.engine.models import (
@@ -28,6 +31,9 @@ SOME_VARIANTS = (
 def triton_everywhere(monkeypatch):
     """As on a GPU: for norms, activations, rotary turns, the loss, and merges of attention."""
     need_triton("cpu")
+    for name in ("attention_forward", "attention_backward"):
+        by_blocks = partial(getattr(prefix_attention, name), backend="torch_blocks")
+        monkeypatch.setattr(prefix_attention, name, by_blocks)
     for module in (fused, elementwise, rotary, merged_output, cross_entropy):
         monkeypatch.setattr(module, "fused", lambda x: True)
 
@@ -39,6 +45,6 @@ def test_a_step_has_the_gradients_of_the_plain_model(variant, triton_everywhere)
     model = tiny_model(variant)
     weights = random_weights(model)
     sequences = [random_sequence(model, 23, starts=(0, 9))]
-    trained = Trained(model, weights, policy="recompute", attention_backend="torch_blocks")
+    trained = Trained(model, weights, policy="recompute")
     ours = trained.step(sequences, [(0, 7, 8, 23)])
     assert_same_step(ours, autograd_step(model, weights, sequences), tolerance=1e-10)

@@ -1,7 +1,5 @@
 """Longest sequences of other ways of training, by the same formulas."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every comparison at a minimal size: its sides run in turns, agree, and are reported."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

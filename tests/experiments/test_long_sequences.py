@@ -1,7 +1,5 @@
 """Plans of targets, and whether a plan reaches its target."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

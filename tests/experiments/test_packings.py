@@ -1,10 +1,9 @@
-"""Comparison of packings of samples: the packing and the memory of each side."""
-
-from __future__ import annotations
+"""Packings of samples that are compared: each has every token once; the memory of each side."""
 
 from dataclasses import replace
 
 from experiments import packing_sides as sides
+from experiments import sample_packings as packings
 from experiments.packings import MODEL
 from sppo.hardware.presets import PRESETS
 
@@ -35,9 +34,8 @@ def test_sides_are_planned_for_the_same_tokens():
     names = (*sides.PACKINGS, *sides.ELASTIC)
     found = sides.side_steps(request, ranks=2, sides=names)
     figures = {name: figures_of(steps, request) for name, steps in found.items()}
-    every_token = [(sample, at) for sample, tokens in enumerate(LENGTHS) for at in range(tokens)]
     for name, steps in found.items():
-        assert tokens_of(steps[0].packing) == every_token
+        assert tokens_of(steps[0].packing) == every_token()
         padding = 5 * 700 - sum(LENGTHS) if name == "padded" else 0
         assert figures[name]["padding_tokens"][0] == padding
     assert {*figures["elastic"]["schedules"]} == {"sppo"}
@@ -48,3 +46,44 @@ def test_sides_are_planned_for_the_same_tokens():
     assert figures["elastic"]["tokens_per_s"] >= 0.98 * figures["fixed"]["tokens_per_s"]
     asked = sides.side_steps(replace(request, chunk_tokens=512), ranks=2, sides=["fixed"])["fixed"]
     assert asked[0].plan.evaluated.candidate.lengths == (410, 512, 188)
+
+
+def every_token():
+    return [(sample, at) for sample, tokens in enumerate(LENGTHS) for at in range(tokens)]
+
+
+def test_padded_samples_are_as_long_as_the_longest():
+    found = packings.padded(LENGTHS, chunk_tokens=256)
+    assert [sequence.lengths for sequence in found.sequences] == [(256, 256, 188)] * 5
+    assert [sequence.samples for sequence in found.sequences] == [(700,)] * 5
+    assert tokens_of(found) == every_token()
+
+
+def test_rows_of_the_stream_cut_samples():
+    found = packings.stream(LENGTHS, chunk_tokens=256, row_tokens=400)
+    assert [sequence.samples for sequence in found.sequences] == [
+        (300, 40, 60),
+        (400,),
+        (240, 60, 10),
+    ]
+    assert [sequence.lengths for sequence in found.sequences] == [(256, 144), (256, 144), (256, 54)]
+    assert tokens_of(found) == every_token()
+
+
+def test_fixed_chunks_split_long_samples_and_pack_short_ones_first_fit():
+    found = packings.fixed_chunks(LENGTHS, chunk_tokens=64)
+    assert [sequence.samples for sequence in found.sequences] == [(300,), (40, 10), (700,), (60,)]
+    assert found.sequences[0].lengths == (64, 64, 64, 64, 44)
+    assert tokens_of(found) == every_token()
+
+
+def test_all_packings_pad_alike():
+    found = packings.fixed_chunks(LENGTHS, chunk_tokens=64, multiple=32)
+    assert found.sequences[0].samples == (300, 20)
+    assert found.sequences[0].lengths == (64,) * 5
+    rows = packings.stream(LENGTHS, chunk_tokens=256, row_tokens=400, multiple=32)
+    assert rows.sequences[-1].samples == (240, 60, 10, 10)
+    alone = packings.padded(LENGTHS, chunk_tokens=256, multiple=32)
+    assert alone.sequences[0].samples == (704,)
+    for packing in (found, rows, alone):
+        assert tokens_of(packing) == every_token()

@@ -1,7 +1,5 @@
 """Comparison with published figures: reasons for deviations, and the committed table."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

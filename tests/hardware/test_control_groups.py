@@ -1,22 +1,18 @@
 """Control groups that limit memory, of both versions: their limits, and what is left."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from sppo.hardware.control_groups import memory_groups
 
 GIB = 1 << 30
 
 
-def group_v2(path: Path, *, limit: int | str, current: int, files: int = 0) -> None:
+def group_v2(path, *, limit, current, files=0):
     path.mkdir(parents=True, exist_ok=True)
     (path / "memory.max").write_text(f"{limit}\n")
     (path / "memory.current").write_text(f"{current}\n")
     (path / "memory.stat").write_text(f"anon 1\nactive_file {files}\ninactive_file {files}\n")
 
 
-def group_v1(path: Path, *, limit: int, current: int, files: int = 0) -> None:
+def group_v1(path, *, limit, current, files=0):
     path.mkdir(parents=True, exist_ok=True)
     (path / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (path / "memory.usage_in_bytes").write_text(f"{current}\n")
@@ -24,7 +20,7 @@ def group_v1(path: Path, *, limit: int, current: int, files: int = 0) -> None:
     (path / "memory.stat").write_text(stat)
 
 
-def found(tmp_path: Path, membership: str) -> list[tuple[int, int | None]]:
+def found(tmp_path, membership):
     """Limit of each group, and what is left."""
     (tmp_path / "membership").write_text(membership)
     groups = memory_groups(membership=tmp_path / "membership", cgroups=tmp_path / "cgroup")

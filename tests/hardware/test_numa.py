@@ -1,7 +1,5 @@
 """NUMA node of a device, and processes bound to the node."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

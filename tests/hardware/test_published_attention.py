@@ -1,7 +1,5 @@
 """Published rates of attention, interpolated between lengths and head sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rates by shape: exact at measured points, sensible between and beyond them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -43,6 +41,17 @@ def array(*values):
     return np.array(values, dtype=np.float64)
 
 
+def attention(queries, keys, *, head_size=64, backward=False):
+    return MEASURED.attention_flops_per_s(
+        "bf16",
+        queries=array(*queries),
+        keys=array(*keys),
+        heads=4,
+        head_size=head_size,
+        backward=backward,
+    )
+
+
 @pytest.mark.parametrize("point", GEMM)
 def test_measured_products_are_given_back(point):
     for product, rate in (
@@ -68,14 +77,8 @@ def test_beyond_the_points_the_nearest_holds():
 
 
 def test_attention_is_looked_up_by_keys_per_query():
-    found = MEASURED.attention_flops_per_s(
-        "bf16", queries=array(512, 512), keys=array(1024, 10**6), heads=4, head_size=64
-    )
-    assert found == pytest.approx(1e9 * 64 * array(2, 4))
-    backward = MEASURED.attention_flops_per_s(
-        "bf16", queries=array(512), keys=array(1024), heads=4, head_size=64, backward=True
-    )
-    assert backward == pytest.approx(1e9 * 512)
+    assert attention((512, 512), (1024, 10**6)) == pytest.approx(1e9 * 64 * array(2, 4))
+    assert attention((512,), (1024,), backward=True) == pytest.approx(1e9 * 512)
 
 
 @pytest.mark.parametrize(
@@ -89,29 +92,18 @@ def test_parts_of_a_span_count_by_their_pairs(prefix, queries, part):
 
 
 def test_a_span_longer_than_any_measured_runs_as_its_parts_do():
-    found, part = (
-        MEASURED.attention_flops_per_s(
-            "bf16", queries=array(queries), keys=array(keys), heads=4, head_size=64
-        )
-        for queries, keys in ((4096, 4096), (1024, 3200))
-    )
-    assert found == pytest.approx(part)
+    found = attention((4096,), (4096,))
+    assert found == pytest.approx(attention((1024,), (3200,)))
     assert found == pytest.approx(1e9 * 64 * 3200 / 1024)
 
 
 def test_a_span_shorter_than_any_measured_runs_as_the_shortest_over_its_keys():
-    found = MEASURED.attention_flops_per_s(
-        "bf16", queries=array(1, 64), keys=array(1, 512), heads=4, head_size=64
-    )
-    assert found == pytest.approx(1e9 * 64 * array(1, 2))
+    assert attention((1, 64), (1, 512)) == pytest.approx(1e9 * 64 * array(1, 2))
 
 
 @pytest.mark.parametrize(("size", "met"), [(32, 64), (64, 64), (96, 96), (128, 128), (256, 128)])
 def test_attention_lies_between_the_nearest_head_sizes(size, met):
-    found = MEASURED.attention_flops_per_s(
-        "bf16", queries=array(256), keys=array(256), heads=4, head_size=size
-    )
-    assert found == pytest.approx(1e9 * met)
+    assert attention((256,), (256,), head_size=size) == pytest.approx(1e9 * met)
 
 
 def test_elementwise_kernels_have_rates_of_their_own():

@@ -1,7 +1,5 @@
 """Detection of the machine: with a fake driver, and on the machine that runs the tests."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -24,7 +22,7 @@ from sppo.hardware.this_machine import (
 from sppo.units import GIB
 
 
-def driver(*names: str, memory_gib: float = 80, fails: str | None = None) -> ModuleType:
+def driver(*names, memory_gib=80, fails=None):
     """A pynvml that knows these GPUs, and whose call ``fails``."""
     module = ModuleType("pynvml")
 

@@ -1,7 +1,5 @@
 """Back ends and devices of kernel tests, with the reason why one cannot run here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,6 +1,5 @@
 """Tiled projection and loss against torch's cross entropy; at most one tile of logits at a time."""
 
-import math
 import weakref
 from unittest import mock
 
@@ -10,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from sppo.cost import logits_tile
-from sppo.cost.logits_tile import tile_tokens
+from sppo.cost import tiles
+from sppo.cost.tiles import tile_tokens
 from sppo.kernels import cross_entropy
 from sppo.kernels.cross_entropy import (
     CROSS_ENTROPY,
@@ -51,7 +50,7 @@ def by_autograd(hidden, weight, labels, scale, terms=CROSS_ENTROPY):
 
 def small_tiles(tokens):
     """Tiles of at least ``tokens`` tokens rather than 64."""
-    return mock.patch.object(logits_tile, "LEAST_TILE_TOKENS", tokens)
+    return mock.patch.object(tiles, "LEAST_TILE_TOKENS", tokens)
 
 
 @settings(deadline=None, max_examples=40)
@@ -100,19 +99,10 @@ def test_bf16_sums_in_fp32(terms):
         assert (actual.double() - expected).norm() <= 2**-7 * expected.norm()
 
 
-def test_smoothing_and_z_loss_by_hand():
-    """Two words, logits 0 and ln 3: lse = ln 4, p = (1/4, 3/4)."""
-    hidden = torch.ones(1, 1, dtype=torch.float64)
-    weight = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
-    loss = linear_cross_entropy(hidden, weight, torch.tensor([0]), terms=LossTerms(0.2, 0.5))
-    smoothed = math.log(4) - 0.2 * math.log(3) / 2
-    assert float(loss) == pytest.approx(smoothed + 0.5 * math.log(4) ** 2, rel=1e-14)
-
-
 def test_a_tile_is_as_large_as_its_bytes_allow():
     assert tile_tokens(1000, element_bytes=4, tile_bytes=4 * 1000 * 100 + 3999) == 100
     assert tile_tokens(10**9, element_bytes=2) == 64
-    for device, most in logits_tile.LOGITS_TILE_BYTES.items():
+    for device, most in tiles.LOGITS_TILE_BYTES.items():
         tokens = tile_tokens(32000, element_bytes=2, device=device)
         assert most / 2 < 2 * 32000 * tokens <= most
 

@@ -22,12 +22,6 @@ def test_the_sum_is_exact_in_float64(shapes, dtype):
     assert float(found) == pytest.approx(expected, rel=1e-14)
 
 
-def test_rows_of_a_parameter_count_and_the_others_do_not():
-    rows = torch.arange(24.0).view(6, 4)[2:5]
-    assert float(sum_of_squares([rows])) == float((rows**2).sum())
-    assert float(sum_of_squares([torch.empty(0, 4)])) == 0.0
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_value_anywhere_shows(bad):
     gradient = torch.zeros(3 * gradient_norm._CPU_CHUNK + 5)

@@ -22,11 +22,6 @@ def a_cpu_without_half_products(monkeypatch):
     monkeypatch.setattr(half_products, "cpu_multiplies", lambda dtype: dtype not in HALF)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(half_products, "_TILE", 8)
-
-
 def rounded_once(exact, like):
     """How far a value that was rounded once may be from the exact one, sums of fp32 allowed for."""
     return torch.finfo(like.dtype).eps / 2 * exact.abs() + 1e-5 * (1 + exact.abs())

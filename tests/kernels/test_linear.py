@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.cost import product_tile
+from sppo.cost import tiles
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.units import MIB
@@ -25,8 +25,8 @@ def operands(tokens, outputs, inputs, *, dtype, device="cpu"):
 @pytest.mark.parametrize("shape", [(50, 23, 7), (1, 1, 1), (33, 64, 129)])
 def test_they_are_exact_but_for_rounding(shape, dtype, device, monkeypatch):
     """A CPU's product is rounded once to its operands' dtype, a GPU's not at all."""
-    monkeypatch.setattr(product_tile, "LEAST_PRODUCT_ROWS", 10)
-    monkeypatch.setattr(product_tile, "PRODUCT_TILE_BYTES", 0)
+    monkeypatch.setattr(tiles, "LEAST_PRODUCT_ROWS", 10)
+    monkeypatch.setattr(tiles, "PRODUCT_TILE_BYTES", 0)
     total, dy, x = operands(*shape, dtype=dtype, device=device)
     product = dy.double().T @ x.double()
     expected = total.double() + product

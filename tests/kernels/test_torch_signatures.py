@@ -5,15 +5,12 @@ schema accepts. Functions and classes are compared by the arguments that SPPO pa
 by name. A build of torch without CUDA has no runtime, NCCL and CUDA kernels to compare.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -79,26 +76,8 @@ class Call(NamedTuple):
     keywords: tuple[str, ...] = ()
 
 
-CALLS: Mapping[str, Call] = {
-    "cuda.Stream": Call(1),
+CALLS = {
     "cuda.Event": Call(0, ("enable_timing", "blocking")),
-    "cuda.current_stream": Call(1),
-    "cuda.stream": Call(1),
-    "cuda.synchronize": Call(1),
-    "cuda.set_device": Call(1),
-    "cuda.device": Call(1),
-    "cuda.device_count": Call(),
-    "cuda.is_available": Call(),
-    "cuda.get_device_name": Call(1),
-    "cuda.get_device_capability": Call(1),
-    "cuda.get_device_properties": Call(1),
-    "cuda.empty_cache": Call(),
-    "cuda.memory_allocated": Call(1),
-    "cuda.memory_reserved": Call(1),
-    "cuda.max_memory_allocated": Call(1),
-    "cuda.max_memory_reserved": Call(1),
-    "cuda.reset_peak_memory_stats": Call(1),
-    "cuda.mem_get_info": Call(1),
     "cuda.cudart": Call(),
     "cuda._sleep": Call(1),
     "optim.adamw.adamw": Call(
@@ -124,13 +103,8 @@ CALLS: Mapping[str, Call] = {
     "distributed.reduce": Call(2, ("group", "async_op")),
     "distributed.all_to_all_single": Call(2, ("output_split_sizes", "input_split_sizes", "group")),
 }
-"""Functions and classes below ``torch``, and the arguments that SPPO passes."""
-ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
-    "cuda.Stream": ("wait_event", "synchronize", "query"),
-    "cuda.Event": ("record", "wait", "query", "synchronize", "elapsed_time"),
-}
-"""Attributes that objects below ``torch`` must have."""
-CUDA_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+"""Functions and classes below ``torch`` that may change, and the arguments that SPPO passes."""
+CUDA_ATTRIBUTES = {
     "cuda.Stream": ("cuda_stream",),
     "_C._cudart": ("cudaHostRegister", "cudaHostUnregister", "cudaGetErrorString", "cudaError"),
     "_C._CudaDeviceProperties": ("total_memory", "pci_domain_id", "pci_bus_id", "pci_device_id"),
@@ -139,7 +113,7 @@ CUDA_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 """Attributes that objects below ``torch`` must have in builds with CUDA."""
 
 
-def operator_difference(expected: str) -> str | None:
+def operator_difference(expected):
     """Return why an operator cannot be called by the ``expected`` schema; None if it can."""
     name, _, overload = name_of(expected).partition(".")
     packet = getattr(torch.ops.aten, name, None)
@@ -151,7 +125,7 @@ def operator_difference(expected: str) -> str | None:
     return f"is now {found._schema}"
 
 
-def call_difference(called: Any, call: Call) -> str | None:
+def call_difference(called, call):
     """Return why ``called`` does not accept ``call``; None if it does, or has no signature."""
     if called is None:
         return "is not there"
@@ -168,12 +142,12 @@ def call_difference(called: Any, call: Call) -> str | None:
     return None
 
 
-def _reads_in_new(called: Any) -> bool:
+def _reads_in_new(called):
     """Return whether a class reads its arguments in ``__new__``."""
     return inspect.isclass(called) and inspect.isfunction(vars(called).get("__new__"))
 
 
-def below_torch(name: str) -> Any:
+def below_torch(name):
     """Return the object called ``name`` below ``torch``; None if it does not exist."""
     try:
         return resolve_name(f"torch.{name}")
@@ -181,7 +155,7 @@ def below_torch(name: str) -> Any:
         return None
 
 
-def name_of(schema: str) -> str:
+def name_of(schema):
     """Return the name and overload of an operator's schema."""
     return schema.partition("(")[0]
 
@@ -195,11 +169,6 @@ def test_operators_take_every_call(schema):
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_take_every_call(name):
     assert call_difference(below_torch(name), CALLS[name]) is None
-
-
-@pytest.mark.parametrize("owner", ATTRIBUTES)
-def test_objects_have_every_attribute(owner):
-    assert all(hasattr(below_torch(owner), name) for name in ATTRIBUTES[owner])
 
 
 @of_cuda_builds
@@ -237,7 +206,7 @@ def test_shapes_of_log_sum_exps():
     assert tuple(lse.shape) == (4, 16)
 
 
-def test_every_operator_and_function_of_the_sources_is_compared():
+def test_every_operator_of_the_sources_is_compared():
     schemas = (*CUDA_OPERATORS, *CPU_OPERATORS)
     operators = {name_of(schema).partition(".")[0] for schema in schemas}
     for path in SOURCES:
@@ -245,20 +214,3 @@ def test_every_operator_and_function_of_the_sources_is_compared():
         called = set(re.findall(r"torch\.ops\.aten\.(\w+)\(", text))
         called |= set(re.findall(r"torch\.(_foreach_\w+)\(", text))
         assert called <= operators, f"{path}: add {called - operators} to the operators"
-        functions = set(re.findall(r"\b(?:torch\.|self\.)?_?cuda\.(\w+)\(", text)) - {"cuda"}
-        missing = {name for name in functions if f"cuda.{name}" not in CALLS}
-        assert not missing, f"{path}: add {missing} to CALLS"
-
-
-def test_a_schema_that_takes_less_is_different():
-    assert operator_difference("_foreach_zero_(Tensor(a!)[] self) -> ()") is None
-    taken = operator_difference("_foreach_zero_(Tensor(a!)[] self, bool fast=False) -> ()")
-    assert "is now" in taken
-    assert operator_difference("_no_such_operator(Tensor self) -> Tensor") == "is not there"
-
-
-def test_arguments_that_are_not_taken_are_different():
-    assert call_difference(torch.cuda.Event, Call(0, ("blocking",))) is None
-    assert "it takes" in call_difference(torch.cuda.Event, Call(0, ("colour",)))
-    assert "it takes" in call_difference(torch.distributed.new_group, Call(1, ("no_such",)))
-    assert call_difference(None, Call()) == "is not there"

@@ -4,23 +4,26 @@ All weights are random: transformers initializes norms with one and biases with 
 hide a forgotten norm or bias.
 """
 
-from __future__ import annotations
-
 import copy
 import os
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sppo.config.huggingface import model_fields
-from sppo.config.model import Family, ModelConfig
+from sppo.config.model import ModelConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Keys of a ``rope_scaling``."""
 
-_ROTARY: dict[str, Any] = {
+_ROTARY = {
     "vocab_size": 61,
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -30,7 +33,7 @@ _ROTARY: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 # Where a family lets them differ, hidden_size 24 is not num_attention_heads * head_dim = 60.
-_TINY: dict[Family, dict[str, Any]] = {
+_TINY = {
     "llama": {**_ROTARY, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
     "qwen2": {**_ROTARY, "rope_theta": 1e6},
     "qwen3": {**_ROTARY, "head_dim": 10, "tie_word_embeddings": True, "rope_theta": 1e6},
@@ -56,17 +59,10 @@ _SIZES = {
 }
 
 
-def tiny_hf_model(
-    family: Family, *, seed: int = 0, **options: Any
-) -> tuple[PreTrainedModel, ModelConfig]:
+def tiny_hf_model(family, *, seed=0, **options):
     """A random model in float32 and evaluation mode, and our description of it.
 
-    Args:
-        family: one of ``FAMILIES``.
-        seed: of the weights.
-        options: keys of the family's config.json that replace the tiny defaults, for example
-            ``tie_word_embeddings=True`` or ``num_key_value_heads=1``. Sizes may be given in the
-            spelling of the other families for gpt2 too.
+    Options are keys of the family's config.json; sizes of gpt2 may be spelt as the others' are.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -82,7 +78,7 @@ def tiny_hf_model(
 
 
 @torch.no_grad()
-def randomize(model: PreTrainedModel, *, seed: int) -> None:
+def randomize(model, *, seed):
     """Norm weights near one, everything else near zero and large enough to matter."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -24,42 +24,41 @@ def published(directory, model, *, edit=None):
     return weights
 
 
-def assert_same(actual, expected):
-    assert list(actual) == list(expected)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+def without_prefix(tensors):
+    return {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_prefix_may_be_absent(model, tmp_path):
-    def strip(tensors):
-        return {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
-
-    weights = published(tmp_path / "m", model, edit=strip)
-    assert_same(open_hf_weights(tmp_path / "m", model), weights)
+def with_masks(tensors):
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
+    tensors["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
 
 
-def test_constants_of_older_files_are_ignored(tmp_path):
-    def add_masks(tensors):
-        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
-        tensors["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
-
-    weights = published(tmp_path / "gpt2", GPT2, edit=add_masks)
-    assert_same(open_hf_weights(tmp_path / "gpt2", GPT2), weights)
-
-    def add_frequencies(tensors):
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-
-    weights = published(tmp_path / "llama", LLAMA, edit=add_frequencies)
-    assert_same(open_hf_weights(tmp_path / "llama", LLAMA), weights)
+def with_frequencies(tensors):
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
 
-def test_tied_head_may_be_stored_if_equal(tmp_path):
-    def add_head(tensors):
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+def with_the_tied_head(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    weights = published(tmp_path / "equal", LLAMA, edit=add_head)
-    assert_same(open_hf_weights(tmp_path / "equal", LLAMA), weights)
 
+@pytest.mark.parametrize(
+    ("model", "edit"),
+    [
+        (LLAMA, without_prefix),
+        (GPT2, without_prefix),
+        (GPT2, with_masks),
+        (LLAMA, with_frequencies),
+        (LLAMA, with_the_tied_head),
+    ],
+)
+def test_what_other_files_have_or_lack_is_the_same_model(tmp_path, model, edit):
+    weights = published(tmp_path / "m", model, edit=edit)
+    opened = open_hf_weights(tmp_path / "m", model)
+    assert list(opened) == list(weights)
+    assert all(torch.equal(opened[name], weights[name]) for name in weights)
+
+
+def test_another_head_than_the_tied_one_is_refused(tmp_path):
     def add_other(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 

@@ -8,18 +8,11 @@ from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.hf_writing import save_hf_weights
-from tests.model.hf_models import tiny_hf_model
+from tests.model.hf_models import LLAMA3, tiny_hf_model
 
 transformers = pytest.importorskip("transformers")
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 CASES = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": False, "rope_scaling": YARN}),
@@ -66,39 +59,36 @@ def test_round_trip_is_exact(family, options, tmp_path):
     assert ModelConfig.model_validate(back) == model
 
 
-LLAMA_NAMES = {
-    "embed.weight": "model.embed_tokens.weight",
-    "layers.1.attention_norm.weight": "model.layers.1.input_layernorm.weight",
-    "layers.1.q.weight": "model.layers.1.self_attn.q_proj.weight",
-    "layers.1.k.bias": "model.layers.1.self_attn.k_proj.bias",
-    "layers.1.v.weight": "model.layers.1.self_attn.v_proj.weight",
-    "layers.1.o.bias": "model.layers.1.self_attn.o_proj.bias",
-    "layers.1.mlp_norm.weight": "model.layers.1.post_attention_layernorm.weight",
-    "layers.1.gate.weight": "model.layers.1.mlp.gate_proj.weight",
-    "layers.1.up.bias": "model.layers.1.mlp.up_proj.bias",
-    "layers.1.down.weight": "model.layers.1.mlp.down_proj.weight",
-    "final_norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+NAMES = {
+    "llama": {
+        "embed.weight": "model.embed_tokens.weight",
+        "layers.1.attention_norm.weight": "model.layers.1.input_layernorm.weight",
+        "layers.1.q.weight": "model.layers.1.self_attn.q_proj.weight",
+        "layers.1.k.bias": "model.layers.1.self_attn.k_proj.bias",
+        "layers.1.v.weight": "model.layers.1.self_attn.v_proj.weight",
+        "layers.1.o.bias": "model.layers.1.self_attn.o_proj.bias",
+        "layers.1.mlp_norm.weight": "model.layers.1.post_attention_layernorm.weight",
+        "layers.1.gate.weight": "model.layers.1.mlp.gate_proj.weight",
+        "layers.1.up.bias": "model.layers.1.mlp.up_proj.bias",
+        "layers.1.down.weight": "model.layers.1.mlp.down_proj.weight",
+        "final_norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    },
+    "qwen3": {
+        "layers.2.q_norm.weight": "model.layers.2.self_attn.q_norm.weight",
+        "layers.2.k_norm.weight": "model.layers.2.self_attn.k_norm.weight",
+    },
 }
 
 
-def test_llama_names(tmp_path):
+@pytest.mark.parametrize("family", NAMES)
+def test_names_of_tensors(family, tmp_path):
     """A pair of names swapped both ways would pass the round trip."""
-    theirs, model = tiny_hf_model("llama")
+    theirs, model = tiny_hf_model(family)
     theirs.save_pretrained(tmp_path)
     weights = open_hf_weights(tmp_path, model)
-    for ours, name in LLAMA_NAMES.items():
+    for ours, name in NAMES[family].items():
         assert torch.equal(weights[ours], theirs.get_parameter(name)), ours
-
-
-def test_qwen3_norms(tmp_path):
-    theirs, model = tiny_hf_model("qwen3")
-    theirs.save_pretrained(tmp_path)
-    weights = open_hf_weights(tmp_path, model)
-    attention = theirs.model.layers[2].self_attn
-    assert torch.equal(weights["layers.2.q_norm.weight"], attention.q_norm.weight)
-    assert torch.equal(weights["layers.2.k_norm.weight"], attention.k_norm.weight)
-    assert "head.weight" not in weights
 
 
 def test_gpt2_is_transposed_and_split(tmp_path):

@@ -5,6 +5,7 @@ import json
 import shutil
 import stat
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -124,9 +125,9 @@ def test_too_little_space_is_seen_before_writing(tmp_path, weights, monkeypatch)
 
 
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path, weights, monkeypatch):
-    def full(*args, **kwargs):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
+    full = mock.Mock(
+        side_effect=SafetensorError("I/O error: No space left on device (os error 28)")
+    )
     monkeypatch.setattr(hf_writing, "save_file", full)
     with pytest.raises(OSError, match="No space left") as error:
         save_hf_weights(tmp_path / "m", weights, MODEL, dtype="fp32")

@@ -14,18 +14,11 @@ from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.hf_reading import open_hf_weights
 from tests.engine.models import engine_step
-from tests.model.hf_models import tiny_hf_model
+from tests.model.hf_models import LLAMA3, tiny_hf_model
 
 transformers = pytest.importorskip("transformers")
 
 CUTS = (0, 1, 14, 30, 31, 47)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 CASES = [
     ("llama", {"rope_scaling": LLAMA3, "num_key_value_heads": 1}),

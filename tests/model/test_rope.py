@@ -7,16 +7,11 @@ from sppo.config import PRESETS
 from sppo.config.huggingface import model_fields
 from sppo.config.model import ModelConfig
 from sppo.model.rope import rotary_frequencies, rotary_table
+from tests.model import hf_models
 
 transformers = pytest.importorskip("transformers")
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {**hf_models.LLAMA3, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 CASES = {
     "default": (128, 10_000.0, None),

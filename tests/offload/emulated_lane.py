@@ -80,14 +80,13 @@ class EmulatedLane:
         scheduler: When copies run.
         reads_to_device: Whether the disk is read straight into device memory.
         ignored: A wait, as (who waits, for whom), that is dropped wherever it is asked for.
-        checked: Whether unordered accesses are errors.
         fail: Called with the name of every copy that runs, to raise an error of a disk.
     """
 
-    def __init__(self, scheduler, *, reads_to_device=False, ignored=None, checked=True, fail=None):
+    def __init__(self, scheduler, *, reads_to_device=False, ignored=None, fail=None):
         self.reads_to_device = reads_to_device
         self._scheduler, self._ignored, self._fail = scheduler, ignored, fail
-        self._checker = AccessChecker() if checked else None
+        self._checker = AccessChecker()
         self._compute = Actor("compute")
         self._ended = Actor("all that has ended")
         self._streams = {name: Actor(name) for name in STREAMS}
@@ -98,7 +97,6 @@ class EmulatedLane:
         self._sources = {}
         self.seen = set()
         self.error = None
-        self.closed = False
 
     def device_memory(self, size_bytes):
         # Views of one mapping begin where pages do.
@@ -189,7 +187,7 @@ class EmulatedLane:
         return CopyReport()
 
     def close(self):
-        self.closed = True
+        pass
 
     def force(self, copy):
         """Run it, and first what comes before it in its stream or by an event."""
@@ -265,8 +263,7 @@ class EmulatedLane:
         return [("source", name)]
 
     def _access(self, kind, actor, place):
-        if self._checker is not None:
-            getattr(self._checker, kind)(actor, place)
+        getattr(self._checker, kind)(actor, place)
 
 
 def _blocks(where, offset_bytes, size_bytes):

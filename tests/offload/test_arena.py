@@ -1,14 +1,11 @@
 """Host arena: exactly the planned bytes, safe views, clear errors."""
 
-from __future__ import annotations
-
 import ctypes
-import gc
 import mmap
 import re
 import subprocess
 import sys
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 
 
-def resident_pages(address: int, size_bytes: int) -> int:
+def resident_pages(address, size_bytes):
     """Exact for anonymous memory, unlike the counters of the whole process."""
     pages = -(-size_bytes // PAGE)
     found = (ctypes.c_ubyte * pages)()
@@ -32,18 +29,9 @@ def resident_pages(address: int, size_bytes: int) -> int:
     return sum(byte & 1 for byte in found)
 
 
-def is_mapped(address: int) -> bool:
+def is_mapped(address):
     found = (ctypes.c_ubyte * 1)()
     return not ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), found)
-
-
-def resident_set_bytes() -> int:
-    rollup = Path("/proc/self/smaps_rollup")
-    if not rollup.exists():
-        pytest.skip("the system counts no resident set per mapping")
-    match = re.search(r"^Rss:\s+(\d+) kB", rollup.read_text(), re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024
 
 
 @pytest.mark.parametrize("threads", [1, 3, 200])
@@ -68,20 +56,6 @@ def test_an_arena_grows_where_it_is(monkeypatch):
     monkeypatch.setattr(arena_module, "memory_room", lambda: MemoryRoom(MIB))
     with pytest.raises(MemoryError, match=r"a host arena of 4\.0 MiB does not fit: 1\.0 MiB avail"):
         arena.make_resident(7 * MIB + PAGE)
-
-
-def test_the_resident_set_grows_by_the_arena_and_falls_again():
-    size, noise = 96 * MIB + 3, 2 * MIB
-    HostArena(MIB)  # what is loaded with the first one is not the arena's
-    gc.collect()
-    before = resident_set_bytes()
-    arena = HostArena(size)
-    assert abs(resident_set_bytes() - before - size) < noise
-    for _ in range(3):
-        arena.tensor(0, (size,), torch.uint8).fill_(255)
-    assert abs(resident_set_bytes() - before - size) < noise
-    del arena
-    assert abs(resident_set_bytes() - before) < noise
 
 
 def test_views_share_the_memory_and_nothing_else():
@@ -149,9 +123,7 @@ def test_the_memory_goes_with_the_last_view():
 
 
 def test_what_does_not_fit_is_refused_before_it_is_mapped(monkeypatch):
-    def never(*_args: object, **_kwargs: object) -> None:
-        raise AssertionError("mapped")
-
+    never = mock.Mock(side_effect=AssertionError("mapped"))
     room = MemoryRoom(8 * MIB, control_group_bytes=2 * MIB)
     monkeypatch.setattr(arena_module, "memory_room", lambda: room)
     monkeypatch.setattr(arena_module, "_map", never)
@@ -163,18 +135,11 @@ def test_what_does_not_fit_is_refused_before_it_is_mapped(monkeypatch):
         HostArena(3 * MIB)
 
 
-def test_more_than_the_machine_has_is_refused():
-    with pytest.raises(MemoryError, match=r"1024\.0 TiB does not fit: .* available on the machine"):
-        HostArena(1 << 50)
-
-
 @pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, 1 << 63])
-def test_a_mapping_that_fails_leaves_nothing(monkeypatch, size):
+def test_a_mapping_that_fails_is_told(monkeypatch, size):
     monkeypatch.setattr(arena_module, "memory_room", lambda: MemoryRoom(1 << 64))
-    before = resident_set_bytes()
     with pytest.raises(MemoryError, match="the system refuses to map a host arena of .*TiB"):
         HostArena(size)
-    assert abs(resident_set_bytes() - before) < MIB
 
 
 @pytest.mark.parametrize("size", [0, -5])

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,9 +128,9 @@ class DeviceThatStandsStill:
     """Events of a device that no longer comes to any; whoever waits for them does so for ever."""
 
     def __init__(self, monkeypatch, runtime):
-        def for_ever(*_):
-            raise AssertionError("waits for a device that no longer answers")
-
+        for_ever = mock.Mock(
+            side_effect=AssertionError("waits for a device that no longer answers")
+        )
         monkeypatch.setattr(EventOfNow, "query", lambda event: False)
         monkeypatch.setattr(EventOfNow, "synchronize", for_ever)
         monkeypatch.setattr(StreamOfNow, "wait_event", lambda stream, event: None)
@@ -394,9 +395,7 @@ def test_a_step_given_up_leaves_the_streams_idle():
     class GiveUpError(Exception):
         pass
 
-    def give_up(key, tensors):
-        raise GiveUpError
-
+    give_up = mock.Mock(side_effect=GiveUpError)
     lane = CudaLane(torch.device("cuda", 0), delay_cycles=4_000_000)
     store = BlockStore(lane, debug=True)
     with pytest.raises(GiveUpError):

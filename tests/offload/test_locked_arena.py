@@ -1,11 +1,10 @@
 """Page-locked memory: in chunks that the driver takes, each byte once, and no copy across two."""
 
-from __future__ import annotations
-
 import mmap
 import random
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from sppo.offload.cuda_lane import copy_in_pieces
 from sppo.offload.locked_arena import LockedArena
 from sppo.offload.page_lock import CHUNK_BYTES, PIECE_BYTES, lock_pages, spans, unlock_pages
 from sppo.units import GIB
-from tests.offload.test_cuda_lane import runtime_without_a_gpu
+from tests.offload.test_cuda_lane import on_gpu, runtime_without_a_gpu
 
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux, which the mmap of later versions of Python has."""
@@ -96,3 +95,33 @@ def test_more_than_expected_is_mapped_anew():
     arena.memory(4096)
     larger = arena.memory(3 * 4096)
     assert runtime.locked == {larger.data_ptr()}
+
+
+ROOM = 1.2
+"""Free host memory over the memory to lock, at least."""
+
+
+@pytest.mark.parametrize("chunk_bytes", [GIB, CHUNK_BYTES], ids=["1 GiB", "64 GiB"])
+@on_gpu
+def test_copies_cross_the_border_of_two_chunks(chunk_bytes, monkeypatch):
+    size = min(2 * chunk_bytes, chunk_bytes + 8 * GIB)
+    if psutil.virtual_memory().available < ROOM * size:
+        pytest.skip(f"needs {ROOM * size / GIB:.0f} GiB of free host memory")
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", chunk_bytes)
+    torch.cuda.init()
+    arena = LockedArena(torch.cuda.cudart())
+    memory = arena.memory(size)
+    try:
+        border = [end for _, end in spans(memory, most_bytes=chunk_bytes)][0]
+        assert border < size
+        host = memory[border - PIECE_BYTES - 7 : border + 2 * PIECE_BYTES + 5]
+        sent = torch.randint(256, (host.numel(),), dtype=torch.uint8, device="cuda")
+        copy_in_pieces(host, sent, host=host)
+        torch.cuda.synchronize()
+        back = torch.zeros_like(sent)
+        copy_in_pieces(back, host, host=host)
+        torch.cuda.synchronize()
+        assert torch.equal(back, sent)
+        assert torch.equal(host, sent.cpu())
+    finally:
+        arena.release()

@@ -6,7 +6,7 @@ import torch
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.offload.block_store import BlockStore
 from sppo.offload.cpu_lane import CpuLane
-from sppo.offload.tensor_stack import stacked_bytes
+from sppo.offload.retained import stacked_bytes
 
 KEYS = [ActivationKey(0, subsequence, layer) for subsequence in range(2) for layer in range(3)]
 KEY, OTHER = KEYS[:2]

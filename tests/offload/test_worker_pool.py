@@ -25,6 +25,10 @@ def worker():
     made.close()
 
 
+def fail():
+    raise OSError(errno.EIO, "the disk failed", "spill")
+
+
 def test_threads_end_with_the_pool():
     before = threading.active_count()
     pool = WorkerPool("test")
@@ -160,9 +164,6 @@ def test_what_work_held_is_free_before_anyone_hears_of_its_end(worker, fails):
 
 
 def test_an_error_keeps_no_frame_of_those_who_wait_for_it(worker):
-    def fail():
-        raise OSError(errno.EIO, "the disk failed")
-
     def wait_with(tensor):
         with pytest.raises(OSError, match="the disk failed"):
             wait_for(ended)
@@ -200,9 +201,6 @@ def test_work_waits_for_its_events(worker):
 
 
 def test_what_depends_on_failed_work_fails_with_it(worker):
-    def fail():
-        raise OSError(errno.EIO, "the disk failed", "spill")
-
     other, ran = WorkerPool("other", threads=1), []
     first = other.submit(fail)
     second = worker.submit(lambda: ran.append(1), after=[first])
@@ -229,9 +227,6 @@ def test_an_error_is_forgotten_for_good(worker, monkeypatch):
         time.sleep(0.05)
 
     monkeypatch.setattr(Future, "set_exception", slow_to_return)
-
-    def fail():
-        raise OSError(errno.EIO, "the disk failed")
 
     with pytest.raises(OSError, match="the disk failed"):
         wait_for(worker.submit(fail))

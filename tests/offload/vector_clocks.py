@@ -9,8 +9,6 @@ schedule, as long as both accesses are made.
 
 from collections import defaultdict
 
-Clock = dict[str, int]
-
 
 class RaceError(AssertionError):
     """Two accesses that nothing orders."""
@@ -21,7 +19,7 @@ class Actor:
 
     def __init__(self, name):
         self.name = name
-        self.clock: Clock = {}
+        self.clock = {}
 
     def learn(self, clock):
         for name, count in clock.items():
@@ -41,17 +39,14 @@ class AccessChecker:
     def __init__(self):
         self._write = {}
         self._reads = defaultdict(dict)
-        self.accesses = 0
 
     def read(self, actor, place):
-        self.accesses += 1
         if place not in self._write:
             raise RaceError(f"{actor.name} reads {place}, and nothing was written there before")
         self._ordered(actor, place, *self._write[place], f"{actor.name} reads", "written")
         self._reads[place][actor.name] = actor.clock[actor.name]
 
     def write(self, actor, place):
-        self.accesses += 1
         if place in self._write:
             self._ordered(actor, place, *self._write[place], f"{actor.name} writes", "written")
         for reader, count in self._reads.pop(place, {}).items():

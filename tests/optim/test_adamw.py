@@ -1,10 +1,7 @@
 """AdamW and clipping against torch's own, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from sppo.config.run import OptimizerConfig
 from sppo.cost.parameters import is_decayed
@@ -20,7 +17,7 @@ SHAPES = {
 CONFIG = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
-def _tensors(seed: int, *, scale: float = 1.0) -> dict[str, Tensor]:
+def _tensors(seed, *, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     return {n: torch.randn(s, generator=generator) * scale for n, s in SHAPES.items()}
 
@@ -28,7 +25,7 @@ def _tensors(seed: int, *, scale: float = 1.0) -> dict[str, Tensor]:
 class _Plain:
     """What people write without this package: parameters, torch's AdamW, torch's clipping."""
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
+    def __init__(self, weights):
         self.parameters = {n: torch.nn.Parameter(w.clone()) for n, w in weights.items()}
         decayed = [p for p in self.parameters.values() if is_decayed(tuple(p.shape))]
         others = [p for p in self.parameters.values() if not is_decayed(tuple(p.shape))]
@@ -39,7 +36,7 @@ class _Plain:
             fused=True,
         )
 
-    def step(self, gradients: dict[str, Tensor], *, lr: float, clip_norm: float) -> Tensor:
+    def step(self, gradients, *, lr, clip_norm):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
@@ -49,22 +46,20 @@ class _Plain:
         return norm
 
 
-def _our_step(
-    optimizer: AdamW, gradients: dict[str, Tensor], *, lr: float, clip_norm: float
-) -> Tensor:
+def _our_step(optimizer, gradients, *, lr, clip_norm):
     norm = global_norm(gradients)
     clip_(gradients, norm=norm, clip_norm=clip_norm)
     optimizer.step(gradients, lr=lr)
     return norm
 
 
-def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def _assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_fp32_training_is_bitwise_torch_adamw_with_clipping() -> None:
+def test_fp32_training_is_bitwise_torch_adamw_with_clipping():
     weights = _tensors(0)
     plain, optimizer = _Plain(weights), AdamW(weights, config=CONFIG)
     for step in range(6):
@@ -77,14 +72,7 @@ def test_fp32_training_is_bitwise_torch_adamw_with_clipping() -> None:
     assert optimizer.steps == 6
 
 
-def test_fp32_weights_are_their_own_masters() -> None:
-    weights = _tensors(0)
-    state = AdamW(weights, config=CONFIG).state()
-    for name, weight in weights.items():
-        assert state[f"model.{name}"].data_ptr() == weight.data_ptr()
-
-
-def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run() -> None:
+def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run():
     exact = _tensors(0)
     weights = {name: tensor.bfloat16() for name, tensor in exact.items()}
     plain = _Plain(exact)
@@ -99,7 +87,7 @@ def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run() -> None:
         assert torch.equal(weights[name], parameter.bfloat16())
 
 
-def test_masters_keep_updates_too_small_for_bf16() -> None:
+def test_masters_keep_updates_too_small_for_bf16():
     weights = {"head.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
     optimizer = AdamW(weights, config=CONFIG)
     for _ in range(40):
@@ -107,7 +95,7 @@ def test_masters_keep_updates_too_small_for_bf16() -> None:
     assert weights["head.weight"].max().item() < 1.0
 
 
-def test_float64_weights_need_no_masters() -> None:
+def test_float64_weights_need_no_masters():
     weights = {name: tensor.double() for name, tensor in _tensors(0).items()}
     before = weights["head.weight"].clone()
     optimizer = AdamW(weights, config=CONFIG)
@@ -117,22 +105,15 @@ def test_float64_weights_need_no_masters() -> None:
     assert optimizer.state()["model.head.weight"] is weights["head.weight"]
 
 
-def test_clip_norm_zero_leaves_gradients_alone() -> None:
+def test_clip_norm_zero_leaves_gradients_alone():
     gradients = _tensors(3, scale=100.0)
     before = {name: tensor.clone() for name, tensor in gradients.items()}
     clip_(gradients, norm=global_norm(gradients), clip_norm=0.0)
     _assert_same(gradients, before)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_single_bad_value_shows_in_the_norm(bad: float) -> None:
-    gradients = _tensors(3)
-    gradients["layers.0.q.bias"][5] = bad
-    assert not torch.isfinite(global_norm(gradients))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_of_step_zero_holds_zero_moments(dtype: torch.dtype) -> None:
+def test_state_of_step_zero_holds_zero_moments(dtype):
     weights = {name: tensor.to(dtype) for name, tensor in _tensors(0).items()}
     state = AdamW(weights, config=CONFIG).state()
     assert state["optimizer.step"].item() == 0
@@ -145,8 +126,8 @@ def test_state_of_step_zero_holds_zero_moments(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_resumed_optimizer_goes_on_bitwise(dtype: torch.dtype, in_place: bool) -> None:
-    def narrow(seed: int) -> dict[str, Tensor]:
+def test_a_resumed_optimizer_goes_on_bitwise(dtype, in_place):
+    def narrow(seed):
         return {name: tensor.to(dtype) for name, tensor in _tensors(seed).items()}
 
     weights = narrow(0)
@@ -171,9 +152,3 @@ def test_a_resumed_optimizer_goes_on_bitwise(dtype: torch.dtype, in_place: bool)
         resumed.step(_tensors(step + 1), lr=1e-3)
     _assert_same(resumed_weights, weights)
     _assert_same(resumed.state(), whole.state())
-
-
-def test_gradients_are_not_kept() -> None:
-    weights = _tensors(0)
-    AdamW(weights, config=CONFIG).step(_tensors(1), lr=1e-3)
-    assert all(weight.grad is None for weight in weights.values())

@@ -1,9 +1,5 @@
 """The learning-rate schedule against its closed forms."""
 
-from __future__ import annotations
-
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,22 +9,14 @@ from sppo.config.run import OptimizerConfig
 from sppo.optim.learning_rate import learning_rate
 
 
-def _rates(total_steps: int, **fields: object) -> list[float]:
+def _rates(total_steps, **fields):
     config = OptimizerConfig.model_validate({"lr": 0.5, **fields})
     return [
         learning_rate(step, config=config, total_steps=total_steps) for step in range(total_steps)
     ]
 
 
-def test_cosine_from_the_first_step_to_one_past_the_last() -> None:
-    rates = _rates(10, schedule="cosine", final_lr_ratio=0.1)
-    expected = [0.5 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * t / 10))) for t in range(10)]
-    assert rates == pytest.approx(expected)
-    assert rates[0] == 0.5
-    assert rates[5] == pytest.approx(0.5 * 0.55)
-
-
-def test_cosine_without_warmup_is_that_of_torch() -> None:
+def test_cosine_without_warmup_is_that_of_torch():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7, eta_min=0.05)
     expected = []
@@ -39,33 +27,17 @@ def test_cosine_without_warmup_is_that_of_torch() -> None:
     assert _rates(7, schedule="cosine", final_lr_ratio=0.1) == pytest.approx(expected)
 
 
-def test_linear_reaches_zero_after_the_last_step() -> None:
+def test_linear_reaches_zero_after_the_last_step():
     assert _rates(4, schedule="linear") == pytest.approx([0.5, 0.375, 0.25, 0.125])
 
 
-def test_every_step_of_the_default_settings_learns() -> None:
-    for total in (1, 2, 3, 100):
-        assert min(_rates(total)) > 0
-
-
-def test_warmup_starts_at_one_share_and_peaks_once() -> None:
+def test_warmup_starts_at_one_share_and_peaks_once():
     rates = _rates(7, schedule="linear", warmup_steps=4)
     assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.375, 0.25, 0.125])
 
 
-def test_constant_after_warmup() -> None:
+def test_constant_after_warmup():
     assert _rates(4, schedule="constant", warmup_steps=2) == [0.25, 0.5, 0.5, 0.5]
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_a_run_that_ends_at_its_peak_never_falls(schedule: str) -> None:
-    assert _rates(1, schedule=schedule) == [0.5]
-    assert _rates(2, schedule=schedule, warmup_steps=2) == [0.25, 0.5]
-
-
-def test_beyond_the_last_step_the_rate_stays() -> None:
-    config = OptimizerConfig(lr=1.0, schedule="cosine", final_lr_ratio=0.25)
-    assert learning_rate(500, config=config, total_steps=10) == pytest.approx(0.25)
 
 
 @given(
@@ -74,9 +46,7 @@ def test_beyond_the_last_step_the_rate_stays() -> None:
     data=st.data(),
     final=st.floats(0, 1),
 )
-def test_rates_rise_then_fall_between_zero_and_the_peak(
-    schedule: str, total: int, data: st.DataObject, final: float
-) -> None:
+def test_rates_rise_then_fall_between_zero_and_the_peak(schedule, total, data, final):
     warmup = data.draw(st.integers(0, total))
     rates = _rates(total, schedule=schedule, warmup_steps=warmup, final_lr_ratio=final)
     peak = max(warmup - 1, 0)

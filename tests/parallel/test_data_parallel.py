@@ -27,8 +27,7 @@ def test_all_but_the_last_buckets_are_waited_for_where_they_begin(monkeypatch, s
     monkeypatch.setattr(data_parallel, "reduce_scatter", begin)
     monkeypatch.setattr(data_parallel.dist, "all_reduce", begin)
     reducer = GradientReducer(
-        SimpleNamespace(size=lambda: RANKS),
-        index=0,
+        SimpleNamespace(rank=lambda: 0, size=lambda: RANKS),
         shapes={"w": (ROWS, COLUMNS)},
         shards_state=shards_state,
         bucket_bytes=8 * COLUMNS * 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.communicators import CommunicatorCount, CommunicatorUse
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import pipeline_links
 from sppo.hardware.presets import PRESETS
 from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
-from sppo.parallel.stream_budget import StreamCount, StreamUse, check_streams, count_streams
+from sppo.parallel.stream_budget import check_streams, count_streams
 
 GPU = torch.device("cuda", 3)
 waits: dict[str, float] = {}
@@ -58,16 +60,16 @@ def groups(monkeypatch):
     nccl = SimpleNamespace(Options=Options)
     monkeypatch.setattr(mesh_module.dist, "ProcessGroupNCCL", nccl, raising=False)
 
-    def make(shape, *, device=None, ranges=(), gathers=False, **options):
+    def make(shape, *, device=None, timeout_s=None, **uses):
+        use = CommunicatorUse(**uses)
         meshes = []
         for rank in range(shape.num_ranks):
             here[:] = [rank]
             mesh = Mesh(shape, rank=rank, timeout_s=1.0, device=device)
-            meshes.append(mesh.connect(**options))
-            mesh.make_range_groups(ranges)
-            for kind in ["stage", "block", "keys"] if gathers else []:
-                if kind == "stage" or shape.key_copies:
-                    mesh.gather_group(kind)
+            meshes.append(mesh.connect(use, timeout_s=timeout_s))
+            mesh.make_range_groups(use.ranges)
+            for kind in mesh.replica_ranks if use.gathers_weights else []:
+                mesh.gather_group(kind)
         return meshes, asked
 
     return make
@@ -150,7 +152,7 @@ def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors
         cuts_units=True,
         ties_ends=True,
         ranges=[(0, 2)],
-        gathers=True,
+        gathers_weights=True,
     )
     chosen = {}
     for rank, of in asked.items():
@@ -170,17 +172,20 @@ def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors
 
 
 USES = {
-    "pipeline": (MeshShape(1, 4, 1), StreamUse()),
-    "interleaved": (MeshShape(1, 3, 1), StreamUse(wraps=True)),
-    "tied": (MeshShape(2, 3, 2), StreamUse(ties_ends=True)),
+    "pipeline": (MeshShape(1, 4, 1), CommunicatorUse()),
+    "interleaved": (MeshShape(1, 3, 1), CommunicatorUse(wraps=True)),
+    "tied": (MeshShape(2, 3, 2), CommunicatorUse(ties_ends=True)),
     "MSP": (
         MeshShape(1, 4, 2),
-        StreamUse(ranges=[(0, 1), (0, 3), (1, 2)], cuts_units=True, ties_ends=True),
+        CommunicatorUse(ranges=[(0, 1), (0, 3), (1, 2)], cuts_units=True, ties_ends=True),
     ),
-    "ZeRO-3": (MeshShape(2, 2, 2), StreamUse(gathers_weights=True)),
-    "Megatron": (MeshShape(2, 2, 4, key_copies=2), StreamUse(gathers_weights=True)),
-    "Megatron, one replica": (MeshShape(1, 2, 2, key_copies=1), StreamUse(gathers_weights=True)),
-    "alone": (MeshShape(), StreamUse(ties_ends=True)),
+    "ZeRO-3": (MeshShape(2, 2, 2), CommunicatorUse(gathers_weights=True)),
+    "Megatron": (MeshShape(2, 2, 4, key_copies=2), CommunicatorUse(gathers_weights=True)),
+    "Megatron, one replica": (
+        MeshShape(1, 2, 2, key_copies=1),
+        CommunicatorUse(gathers_weights=True),
+    ),
+    "alone": (MeshShape(), CommunicatorUse(ties_ends=True)),
 }
 
 
@@ -188,31 +193,23 @@ USES = {
 def test_a_communicator_has_a_stream(groups, case):
     """The budget counts what the mesh makes, and so does the memory that plans leave for it."""
     shape, use = USES[case]
-    groups(
-        shape,
-        device=GPU,
-        wraps=use.wraps,
-        cuts_units=use.cuts_units,
-        ties_ends=use.ties_ends,
-        ranges=use.ranges,
-        gathers=use.gathers_weights,
-    )
+    groups(shape, device=GPU, **asdict(use))
     for rank in range(shape.num_ranks):
         high = sum(options is not None for options in overlap_options[rank])
-        made = StreamCount(len(overlap_options[rank]) - high, high)
+        made = CommunicatorCount(len(overlap_options[rank]) - high, high)
         assert count_streams(shape, shape.coordinates(rank), use) == made
 
 
 def test_more_streams_than_torch_has_are_refused():
     def from_the_first(size):
-        return StreamUse(ranges=[(0, last) for last in range(1, size)], offloads=True)
+        return CommunicatorUse(ranges=[(0, last) for last in range(1, size)])
 
-    check_streams(MeshShape(1, 16, 2), from_the_first(16))
+    check_streams(MeshShape(1, 16, 2), from_the_first(16), num_lanes=1)
     refused = "35 CUDA streams of one priority, and torch has 32: .* write parallel.multiplexed=off"
     with pytest.raises(ValueError, match=refused):
-        check_streams(MeshShape(1, 32, 1), from_the_first(32))
-    copies = StreamUse(offloads=True, offloads_state=True)
-    assert count_streams(MeshShape(), Coordinates(0, 0, 0), copies) == StreamCount(4, 0)
+        check_streams(MeshShape(1, 32, 1), from_the_first(32), num_lanes=1)
+    copies = count_streams(MeshShape(), Coordinates(0, 0, 0), CommunicatorUse(), num_lanes=2)
+    assert copies == CommunicatorCount(4, 0)
 
 
 def test_planned_ranges_have_streams():
@@ -221,14 +218,8 @@ def test_planned_ranges_have_streams():
     workload = Workload(model, PRESETS["h100"])
     most = pipeline_links(Candidate(workload, (1,), pipeline_parallel_degree=2)).most_ranges
     ranges = [(0, 31 - place) for place in range(int(most))]
-    more = {
-        "wraps": True,
-        "cuts_units": True,
-        "ties_ends": True,
-        "offloads": True,
-        "offloads_state": True,
-    }
-    check_streams(MeshShape(2, 32, 2), StreamUse(ranges=ranges, **more))
+    more = {"wraps": True, "cuts_units": True, "ties_ends": True}
+    check_streams(MeshShape(2, 32, 2), CommunicatorUse(ranges=ranges, **more), num_lanes=2)
     too_many = [*ranges, *((0, last) for last in range(1, 5))]
     with pytest.raises(ValueError, match="CUDA streams"):
-        check_streams(MeshShape(2, 32, 2), StreamUse(ranges=too_many, **more))
+        check_streams(MeshShape(2, 32, 2), CommunicatorUse(ranges=too_many, **more), num_lanes=2)

@@ -108,6 +108,7 @@ def test_what_no_choice_can_hold_is_said_plainly():
     assert too_long_for(with_length(run, 512 * KIB), hardware=hardware) is None
 
 
+@pytest.mark.exhaustive
 def test_where_only_less_would_fit_all_that_is_written_may_be_given_up():
     conditions = {
         "parallel": {"pipeline_parallel_degree": 1},

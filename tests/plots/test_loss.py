@@ -1,9 +1,6 @@
 """Plot of the loss of a run."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from tests.report.test_metrics import _metrics, _write
 @pytest.mark.parametrize(
     "losses", [[2.0], [math.nan] * 3, [5.0 / (i + 1) for i in range(60)], [3.0, math.inf, 2.0]]
 )
-def test_a_plot_of_any_run(tmp_path: Path, losses: list[float]) -> None:
+def test_a_plot_of_any_run(tmp_path, losses):
     directory = tmp_path / "$name_with_$signs"
     directory.mkdir()
     sink = JsonlSink(directory / "metrics.jsonl", resume_step=0)
@@ -30,7 +27,7 @@ def test_a_plot_of_any_run(tmp_path: Path, losses: list[float]) -> None:
     assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1600, 900)
 
 
-def test_the_plot_names_the_terms_of_the_loss(tmp_path: Path) -> None:
+def test_the_plot_names_the_terms_of_the_loss(tmp_path):
     _write(tmp_path / "metrics.jsonl", 3)
     plain, named = tmp_path / "plain.png", tmp_path / "named.png"
     loss_plot(tmp_path / "metrics.jsonl", plain)
@@ -38,13 +35,13 @@ def test_the_plot_names_the_terms_of_the_loss(tmp_path: Path) -> None:
     assert plain.read_bytes() != named.read_bytes()
 
 
-def test_no_plot_of_a_run_without_steps(tmp_path: Path) -> None:
+def test_no_plot_of_a_run_without_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
         loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
 
 
-def test_running_mean_is_centred_and_passes_over_what_is_not_finite() -> None:
+def test_running_mean_is_centred_and_passes_over_what_is_not_finite():
     values = [1.0, 2.0, math.nan, 4.0, 5.0]
     assert running_mean(values, window=3) == pytest.approx([1.5, 1.5, 3.0, 4.5, 4.5])
     assert np.isnan(running_mean([math.nan], window=3)).all()

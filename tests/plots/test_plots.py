@@ -1,7 +1,5 @@
 """Plots hold what they must: every bar, idle time by cause, both phases of MSP, a legend."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

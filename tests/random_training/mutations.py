@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from sppo.engine import engine, stage
-from sppo.engine.attention import prefix_attention, unit_kv
+from sppo.engine import engine, model_ends
+from sppo.engine.attention import kv_store, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.offload.block_store import BlockStore
@@ -23,8 +23,7 @@ from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
 from sppo.parallel.data_parallel import GradientReducer
-from sppo.parallel.gradient_reduce_scatter import GradientMessage
-from sppo.parallel.parameter_all_gather import AllGatherHandle
+from sppo.parallel.shard_messages import GradientMessage, ParameterMessage
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -50,7 +49,7 @@ def lent_operands() -> Iterator[None]:
 
     with (
         patch.object(DeferredGradients, "linear", linear),
-        patch.object(unit_kv, "copy_by_token", by_token),
+        patch.object(kv_store, "copy_by_token", by_token),
     ):
         yield
 
@@ -62,8 +61,8 @@ def lent_saved_tensors() -> Any:
 
 
 def message_not_awaited() -> Any:
-    """A received tensor is used before it is here."""
-    return patch.object(pipeline_p2p._Awaited, "wait", lambda self: self.tensor)
+    """A received tensor is used before it is here, and nobody waits for what is sent."""
+    return patch.object(pipeline_p2p.MessageInFlight, "wait", lambda self: self.tensor)
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def buckets_not_awaited() -> Any:
 @contextmanager
 def gathers_not_awaited() -> Iterator[None]:
     """Weights of ZeRO-3 are used before they are here."""
-    finish = AllGatherHandle.finish
+    finish = ParameterMessage.finish
 
     def finish_early(self: Any) -> Any:
         work, self._work = self._work, _Nothing()
@@ -102,7 +101,7 @@ def gathers_not_awaited() -> Iterator[None]:
         finally:
             self._work = work
 
-    with patch.object(AllGatherHandle, "finish", finish_early):
+    with patch.object(ParameterMessage, "finish", finish_early):
         yield
 
 
@@ -237,12 +236,12 @@ def window_one_short() -> Iterator[None]:
 @contextmanager
 def smoothing_forgotten() -> Iterator[None]:
     """The gradient of the loss leaves label smoothing out."""
-    gradient = stage.linear_cross_entropy_with_gradient
+    gradient = model_ends.linear_cross_entropy_with_gradient
 
     def plain(*arguments: Any, terms: Any, **options: Any) -> Any:
         return gradient(*arguments, terms=replace(terms, label_smoothing=0.0), **options)
 
-    with patch.object(stage, "linear_cross_entropy_with_gradient", plain):
+    with patch.object(model_ends, "linear_cross_entropy_with_gradient", plain):
         yield
 
 
@@ -250,6 +249,17 @@ def _lends_gradients(case: Case) -> bool:
     """Whether dV of a sequence may be read after the next sequence has its buffer."""
     return case.dtype != "bf16" and any(
         "zb_h1" in leg.schedule and leg.pp > 1 and len(leg.cuts) == 2 and leg.replica_sequences > 1
+        for leg in case.legs
+    )
+
+
+def _lends_saved_tensors(case: Case) -> bool:
+    """Whether deferred weight gradients have operands in the slots of a store that returns them."""
+    return any(
+        "zb_h1" in leg.schedule
+        and leg.pp > 1
+        and leg.ratio == 1.0
+        and (leg.last_too or len(leg.cuts) > 2)
         for leg in case.legs
     )
 
@@ -263,7 +273,7 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
     function.__name__: (function, may_show)
     for function, may_show in (
         (lent_operands, _lends_gradients),
-        (lent_saved_tensors, lambda case: any("zb_h1" in leg.schedule for leg in case.legs)),
+        (lent_saved_tensors, _lends_saved_tensors),
         (message_not_awaited, lambda case: any(leg.pp > 1 for leg in case.legs)),
         (sent_memory_reused, lambda case: any(leg.pp > 1 for leg in case.legs)),
         (buckets_not_awaited, lambda case: _reduces(case, after_each_use=False)),

@@ -15,6 +15,7 @@ from sppo.activations.subsequence_placement import PlacementOf
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
+from sppo.cost.communicators import CommunicatorUse
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.streamed_gradients import StreamedGradients
@@ -88,16 +89,27 @@ class _Rank:
         mesh = alone()
         if leg.num_ranks > 1:
             mesh = Mesh(leg.mesh_shape(model), rank=rank, timeout_s=30.0).connect(
-                wraps=leg.virtual > 1,
-                cuts_units=leg.schedule == "sppo_msp",
-                ties_ends=model.tie_embeddings,
+                CommunicatorUse(
+                    wraps=leg.virtual > 1,
+                    cuts_units=leg.schedule == "sppo_msp",
+                    ties_ends=model.tie_embeddings,
+                )
             )
         self._mesh, self._peers = mesh, HostCollectives(mesh.groups.world)
         cpu = torch.device("cpu")
         links = PipelineLinks(mesh, device=cpu) if mesh.groups.edges else None
         msp_links = MspLinks(mesh, device=cpu) if leg.schedule == "sppo_msp" else None
+        dtype = DTYPES[case.dtype]
         pipeline = Pipeline(
-            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, msp_links=msp_links
+            leg.schedule,
+            leg.pp,
+            mesh.at.pipeline,
+            leg.virtual,
+            p2p=links,
+            placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
+            kv_offloaded=leg.kv_offloaded,
+            kv_recomputed=leg.kv_recomputed,
+            msp_links=msp_links,
         )
         shared = ShardedState(
             model,
@@ -107,7 +119,6 @@ class _Rank:
             zero=leg.zero,
             bucket_bytes=leg.bucket_bytes,
         )
-        dtype = DTYPES[case.dtype]
         self._weights: dict[str, Tensor] = {}
         masters: dict[str, Tensor] = {}
         for name in shared.shapes:
@@ -135,10 +146,7 @@ class _Rank:
             gradients=shared.gradient_provider(streamed_gradients or self._gradients),
             streamed_weights=streamed_weights,
             streamed_gradients=streamed_gradients,
-            placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded=_store(leg, disk) if leg.tier else None,
-            kv_offloaded=leg.kv_offloaded,
-            kv_recomputed=leg.kv_recomputed,
             input_every=leg.input_every,
             pipeline=pipeline,
             exchange=_exchange(leg, model, mesh),

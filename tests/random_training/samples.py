@@ -23,7 +23,7 @@ from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, _level_choice
+from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.packing_search import PackingSearch
@@ -132,7 +132,7 @@ def _with_mixed_levels(candidate: Candidate, *, offloads: bool) -> EvaluatedCand
     if offloads and candidate.workload.sequence_parallel == "ulysses":
         levels += [Level(*shares) for shares in ((0.5, 0.5), (0.5, 1.0), (0.0, 0.3), (0.7, 0.0))]
     with mock.patch("sppo.planning.elastic.levels.ROW_ALIGNMENT", 1):
-        choice = _level_choice(candidate, levels=levels, counts_shares=False)
+        choice = level_choice(candidate, levels=levels)
     shape = candidate.num_stages, len(candidate.lengths)
     return choice.evaluated(np.random.default_rng(0).integers(0, len(levels), shape))
 

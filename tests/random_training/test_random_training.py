@@ -6,6 +6,7 @@ For many more: ``python -m tests.random_training --seed S --count N``.
 import logging
 import sys
 import time
+from itertools import islice
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_every_number_of_a_pinned_training(name):
 )
 def test_a_defect_is_found(name):
     put_in, may_show = MUTATIONS[name]
-    cases = [case for case in map(draw, range(500)) if may_show(case)][:MOST_TRIED]
+    cases = [*islice(filter(may_show, map(draw, range(500))), MOST_TRIED)]
     for case in cases:
         with put_in():
             faults = faults_of(case)

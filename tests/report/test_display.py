@@ -3,32 +3,26 @@
 A small terminal emulator replays the output and returns the final screen.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import re
 import sys
-import threading
 import time
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from rich.console import Console
 
-from sppo.report import display
 from sppo.report.display import LogHandler, TrainingDisplay, logging_to
 
 
 class _Terminal(io.StringIO):
     """Text that rich takes for a terminal's."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def _screen(written: str, *, width: int) -> list[str]:
+def _screen(written, *, width):
     """Lines on a terminal after ``written``: text, new lines, carriage returns, up, erase line."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]", written):
@@ -50,7 +44,7 @@ def _screen(written: str, *, width: int) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def _train(console: Console, log: logging.Logger) -> None:
+def _train(console, log):
     """Three steps with a message after each, on a live display."""
     with TrainingDisplay(console, total_steps=3, first_step=0) as display:
         for step in range(1, 4):
@@ -142,70 +136,13 @@ def test_without_a_console_only_warnings_are_shown(monkeypatch, capsys):
 
 
 def test_a_program_that_handles_messages_goes_on_to(monkeypatch, capsys):
-    heard: list[str] = []
+    heard = []
 
     class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             heard.append(record.getMessage())
 
     bare_root(monkeypatch).handlers = [Heard()]
     with logging_to(Console()):
         logging.getLogger("sppo").warning("once")
     assert (heard, capsys.readouterr().err) == (["once"], "")
-
-
-@pytest.mark.parametrize(
-    ("quiet", "widgets", "bars"),
-    [(False, True, True), (False, False, False), (True, True, False)],
-)
-def test_a_notebook_has_bars_where_it_can_redraw_them(monkeypatch, quiet, widgets, bars):
-    monkeypatch.setattr(display, "find_spec", lambda name: object() if widgets else None)
-    console = Console(force_jupyter=True, quiet=quiet)
-    assert (TrainingDisplay(console, total_steps=2, first_step=0)._progress is not None) == bars
-
-
-class _Widget:
-    """As ipywidgets.Output: what is shown within goes into it."""
-
-    threads: ClassVar[list[threading.Thread]] = []
-
-    def __enter__(self):
-        self.threads.append(threading.current_thread())
-
-    def __exit__(self, *error):
-        pass
-
-    def clear_output(self, wait):
-        pass
-
-    def close(self):
-        pass
-
-
-def test_a_notebook_is_redrawn_by_the_thread_that_prints_alone(monkeypatch):
-    """Else a line that is printed meanwhile goes into the widget, and is gone."""
-    monkeypatch.setattr(_Widget, "threads", [])
-    monkeypatch.setattr(display, "find_spec", lambda name: object())
-    shows_nothing = SimpleNamespace(display=lambda *shown: None)
-    for name, module in (
-        ("ipywidgets", SimpleNamespace(Output=_Widget)),
-        ("IPython", SimpleNamespace(display=shows_nothing)),
-        ("IPython.display", shows_nothing),
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
-    with TrainingDisplay(Console(force_jupyter=True), total_steps=3, first_step=0) as shown:
-        for step in range(3):
-            shown.step_begins(num_actions=1)
-            time.sleep(0.15)
-            shown.action()
-            shown.step_done(f"step {step}")
-    assert len(_Widget.threads) > 3
-    assert set(_Widget.threads) == {threading.main_thread()}
-
-
-def test_messages_of_a_notebook_are_lines_like_the_others(monkeypatch, capsys):
-    shown: list[str] = []
-    console = Console(force_jupyter=True)
-    monkeypatch.setattr(console, "print", lambda text, **_: shown.append(text))
-    LogHandler(console).emit(logging.makeLogRecord({"msg": "saved", "levelno": logging.WARNING}))
-    assert (shown, capsys.readouterr().err) == (["saved"], "")

@@ -1,7 +1,5 @@
 """Lines break between words on a terminal, and nowhere else."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,13 +1,9 @@
 """The summary of a run, complete or with nothing known."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +12,6 @@ from sppo.report.metrics import StepMetrics
 from sppo.report.run_summary import (
     Pair,
     RankPair,
-    RunSummary,
     TimelineSummary,
     print_summary,
     read_summary,
@@ -25,8 +20,8 @@ from sppo.report.run_summary import (
 )
 
 
-def _steps(count: int, **changes: Any) -> list[StepMetrics]:
-    values: dict[str, Any] = {"grad_norm": 1.0, "lr": 1e-3, "tokens": 1000, "tokens_per_s": 500.0}
+def _steps(count, **changes):
+    values = {"grad_norm": 1.0, "lr": 1e-3, "tokens": 1000, "tokens_per_s": 500.0}
     return [
         StepMetrics(
             **(values | {"step": i, "loss": 6.0 - 0.25 * i, "step_s": 2.0 + (i == 1)} | changes)
@@ -35,13 +30,13 @@ def _steps(count: int, **changes: Any) -> list[StepMetrics]:
     ]
 
 
-def _printed(summary: RunSummary) -> str:
+def _printed(summary):
     stream = io.StringIO()
     print_summary(summary, console=Console(file=stream, width=100))
     return stream.getvalue()
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_a_whole_run(tmp_path):
     steps = _steps(12, mfu=0.4, predicted_step_s=1.6, device_peak_bytes=3 << 30)
     summary = run_summary(
         steps,
@@ -70,7 +65,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "1.25" in text
 
 
-def test_the_error_of_corrected_predictions_is_a_median(tmp_path: Path) -> None:
+def test_the_error_of_corrected_predictions_is_a_median(tmp_path):
     """Of the steps that were corrected, 2 s each, with the error that these had before."""
     steps = [
         *_steps(1, correction_steps=0, predicted_step_s=9.0, uncorrected_step_s=9.0),
@@ -92,7 +87,7 @@ def test_the_error_of_corrected_predictions_is_a_median(tmp_path: Path) -> None:
     assert "error of predicted" not in _printed(stream)
 
 
-def test_a_run_of_which_nothing_is_known() -> None:
+def test_a_run_of_which_nothing_is_known():
     summary = run_summary([], name="empty", wall_s=0.5, memory_bytes={}, phases_s={})
     assert summary.loss_last is summary.tokens_per_s is None
     text = _printed(summary)
@@ -104,14 +99,14 @@ def test_a_run_of_which_nothing_is_known() -> None:
     ("steps", "label", "losses"),
     [(1, "step ", "5.750 → 5.750"), (3, "step ", "5.750 → 5.250"), (9, "4 steps", "5.375 → 4.125")],
 )
-def test_the_ends_of_a_short_run_do_not_overlap(steps: int, label: str, losses: str) -> None:
+def test_the_ends_of_a_short_run_do_not_overlap(steps, label, losses):
     summary = run_summary(_steps(steps), name="short", wall_s=1.0, memory_bytes={}, phases_s={})
     text = _printed(summary)
     assert f"first and last {label}" in text
     assert losses in text
 
 
-def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
+def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path):
     steps = [*_steps(2), *_steps(1, step=3, loss=math.nan, skipped=True)]
     summary = run_summary(
         steps,
@@ -129,7 +124,7 @@ def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
     assert "[bold]odd[/bold]" in text
 
 
-def test_time_between_compute_actions_is_told_apart_from_slow_compute() -> None:
+def test_time_between_compute_actions_is_told_apart_from_slow_compute():
     summary = run_summary(_steps(3), name="two ranks", wall_s=9.0, memory_bytes={}, phases_s={})
     timeline = TimelineSummary(
         idle_fraction=Pair(0.1, 0.2),

@@ -1,7 +1,5 @@
 """The training part of the GPU check, rehearsed on the CPU with models that take a moment."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

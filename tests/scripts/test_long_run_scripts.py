@@ -1,7 +1,5 @@
 """Launch script for a million tokens: it plans anywhere, and trains by the plan if possible."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -20,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = {"SPPO_MODEL": "tiny-test", "SPPO_LENGTH": "2Ki", "SPPO_STEPS": "1"}
 
 
-def launch(
-    size: str, *words: str, directory: Path, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def launch(size, *words, directory, **variables):
     """The script, in ``directory``, with these variables and no others of ours."""
     others = {k: v for k, v in os.environ.items() if not k.startswith(("SPPO_", "SLURM_"))}
     environment = {"SPPO_VENV": sys.prefix, "SPPO_SKIP_INSTALL": "1", "OMP_NUM_THREADS": "2"}
@@ -36,7 +32,7 @@ def launch(
     )
 
 
-def plan_in(directory: Path) -> dict:
+def plan_in(directory):
     (path,) = directory.glob("runs/*.plan.json")
     return json.loads(path.read_text())
 

@@ -5,18 +5,14 @@ inherit no threads. Run as ``python -m tests.training.forked_sppo``: reads one J
 (``argv``, ``cwd``, and ``step``, ``action``, ``signals`` or nulls), answers with one.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.unpainted import unpainted
 
@@ -36,7 +32,7 @@ class Ended:
 class ForkedSppo:
     """The other end: starts the process and asks it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.training.forked_sppo"],
             cwd=ROOT,
@@ -46,23 +42,8 @@ class ForkedSppo:
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
 
-    def __call__(
-        self,
-        *argv: object,
-        cwd: Path,
-        step: int | None = None,
-        action: int = 0,
-        signals: Sequence[int] = (),
-    ) -> Ended:
-        """``sppo argv`` in ``cwd``.
-
-        Args:
-            argv: words after ``sppo``.
-            cwd: working directory.
-            step: counted from 1; in it the process sends itself ``signals``.
-            action: before which forward or backward pass of that step.
-            signals: one after another.
-        """
+    def __call__(self, *argv, cwd, step=None, action=0, signals=()):
+        """``sppo argv`` in ``cwd``; sends itself ``signals`` before pass ``action`` of ``step``."""
         request = {
             "argv": [str(word) for word in argv],
             "cwd": str(cwd),
@@ -70,20 +51,17 @@ class ForkedSppo:
             "action": action,
             "signals": list(signals),
         }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Ended(**json.loads(self._process.stdout.readline()))
 
-    def close(self) -> None:
+    def close(self):
         """End the process."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
 
 
-def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
+def signal_in_step(step, action, signals):
     """Send this process ``signals`` before pass number ``action`` of step number ``step``."""
     from sppo.engine.engine import Engine
     from sppo.training import trainer
@@ -92,12 +70,12 @@ def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
     steps = 0
     accumulate = Engine.accumulate
 
-    def counting(engine: Any, *args: Any, before_action: Any, **kwargs: Any) -> Any:
+    def counting(engine, *args, before_action, **kwargs):
         nonlocal steps
         steps += 1
         actions = 0
 
-        def counted(*now: Any) -> None:
+        def counted(*now):
             nonlocal actions
             if steps == step and actions == action:
                 for number in signals:
@@ -107,10 +85,10 @@ def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
 
         return accumulate(engine, *args, before_action=counted, **kwargs)
 
-    Engine.accumulate = counting  # type: ignore[method-assign]
+    Engine.accumulate = counting
 
 
-def run_child(request: dict[str, Any], stdout: int, stderr: int) -> None:
+def run_child(request, stdout, stderr):
     """Be ``sppo``; does not return."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -120,7 +98,7 @@ def run_child(request: dict[str, Any], stdout: int, stderr: int) -> None:
     from sppo.__main__ import main
 
     sys.argv = ["sppo", *request["argv"]]
-    code: Any = 0
+    code = 0
     try:
         with unpainted():
             main()
@@ -139,7 +117,7 @@ def run_child(request: dict[str, Any], stdout: int, stderr: int) -> None:
     os._exit(code)
 
 
-def serve() -> None:
+def serve():
     """Answer requests until there are no more."""
     import matplotlib.backends.backend_agg
     import matplotlib.figure

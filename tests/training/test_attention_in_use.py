@@ -1,7 +1,5 @@
 """Attention back end of a plan against those of the machine: priced anew, said, or refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

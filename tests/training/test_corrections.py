@@ -1,7 +1,5 @@
 """Predictions of a run of samples, corrected by its steps: logged, saved, alike on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import shutil

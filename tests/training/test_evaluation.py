@@ -1,7 +1,5 @@
 """Loss by position against the plain model, token by token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -31,8 +29,9 @@ def directly(run, *, sequences):
     counts = torch.zeros(run.sequence.length)
     for index in range(sequences):
         sequence = data.row([index])
-        losses += reference_token_losses(run.model, weights, sequence)
-        counts += sequence.labels_S != IGNORED_LABEL
+        length = len(sequence.tokens_S)
+        losses[:length] += reference_token_losses(run.model, weights, sequence)
+        counts[:length] += sequence.labels_S != IGNORED_LABEL
     return losses, counts
 
 
@@ -70,12 +69,6 @@ def test_bins_as_the_plain_model_says(work, run_file):
         assert row.loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_cuts_do_not_matter(work, run_file):
-    whole = evaluate_initial(load_run(run_file(sequence={"num_subsequences": 1})), most=3)
-    run = load_run(run_file(sequence={"boundaries": [0, 1, 40, 64], "num_subsequences": "auto"}))
-    assert evaluate_initial(run, most=3).loss == pytest.approx(whole.loss, rel=1e-6)
-
-
 def test_samples_as_the_plain_model_says(work, run_file):
     """Short ones side by side, long ones cut, each at its own positions."""
     starts = (3, 50, 51, LENGTH, 2 * LENGTH + 9, 4 * LENGTH)
@@ -84,14 +77,8 @@ def test_samples_as_the_plain_model_says(work, run_file):
     data = {"tokens": "documents", "samples": "documents"}
     run = load_run(run_file(data=data, train=train, sequence={"num_subsequences": 3}))
     result = evaluate_initial(run)
-    weights = {name: weight.double() for name, weight in starting_weights(run)}
     samples = TrainingData.of(run, open_tokens(run.data.tokens))
-    losses, counts = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH)
-    for index in range(samples.num_samples):
-        alone = samples.row([index])
-        length = len(alone.tokens_S)
-        losses[:length] += reference_token_losses(run.model, weights, alone)
-        counts[:length] += 1
+    losses, counts = directly(run, sequences=samples.num_samples)
     assert result.num_sequences == samples.num_samples == 8  # two of more than 64 tokens are cut
     assert result.num_tokens == int(counts.sum())
     assert result.loss == pytest.approx(float(losses.sum() / counts.sum()), rel=1e-5)

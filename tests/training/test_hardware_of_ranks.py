@@ -1,7 +1,5 @@
 """Training and planning see the same machine for the ranks of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from sppo.config import load_run

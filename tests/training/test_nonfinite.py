@@ -1,7 +1,5 @@
 """Steps with NaN or infinity, or without labels: named, skipped, counted, and never saved."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -20,8 +18,9 @@ from sppo.optim.adamw import AdamW
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
+from sppo.training.interruption import NonFiniteError
 from sppo.training.run_checkpoints import nonfinite_state
-from sppo.training.step import NonFiniteError, NonFiniteGuard, StepSums
+from sppo.training.step import NonFiniteGuard, StepSums
 from sppo.training.trainer import StepLoop
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 from tests.make import make_run
@@ -88,7 +87,7 @@ def test_the_state_that_is_saved_is_looked_at():
 @pytest.fixture
 def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
-    bad: set[int] = set()
+    bad = set()
     norm, done = sharded_state.global_norm, 0
 
     def poisoned(gradients, **how):
@@ -143,20 +142,13 @@ def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, changed):
     assert summary(work / "out")["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize(
-    ("extra", "last"),
-    [
-        pytest.param(["train.nonfinite=stop"], 5, marks=pytest.mark.exhaustive),
-        pytest.param(["train.max_nonfinite_steps=0"], 5, marks=pytest.mark.exhaustive),
-        (["train.max_nonfinite_steps=2"], 7),
-    ],
-)
-def test_too_many_end_the_run(work, bad_steps, extra, last):
+def test_too_many_end_the_run(work, bad_steps):
     bad_steps.update(range(5, 100))
-    result = call("train", "run.yaml", "train.steps=20", "checkpoint.every=1", *extra)
+    words = ("train.steps=20", "checkpoint.every=1", "train.max_nonfinite_steps=2")
+    result = call("train", "run.yaml", *words)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
-    assert result.stderr.startswith(f"error: step {last}: loss 3.")
+    assert result.stderr.startswith("error: step 7: loss 3.")
     assert len(result.stderr.splitlines()) == 1
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
     assert names == ["step_000002", "step_000003", "step_000004"]  # from before, all of them

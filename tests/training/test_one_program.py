@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import pytest
 import torch
 
 from sppo.config.loading import check_run
-from sppo.engine.executor import Executor
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.planning.plan import check_program, plan_json, read_plan
@@ -155,29 +153,6 @@ def test_planned_simulated_and_executed_programs_are_one(setting, tmp_path):
     assert (ActionKind.D2H in kinds) == (ActionKind.H2D in kinds) == plan.offloads_anything
     assert (ActionKind.KV in kinds) == (setting.kv == "recompute")
     assert simulated.digest() == plan.program_digest == executed_digests(run, read)
-
-
-@pytest.mark.parametrize("kind", [ActionKind.D2H, ActionKind.RECV, ActionKind.SEND])
-def test_an_action_that_is_executed_elsewhere_is_found(kind, tmp_path, monkeypatch):
-    setting = Setting("sppo", (1, 2, 1), "ulysses", "offload_all", "disk", 1)
-    run = run_of(setting, tmp_path)
-    plan = plan_of(setting, run)
-    original = Executor.__init__
-
-    def reordered(self, *arguments, **options):
-        original(self, *arguments, **options)
-        program = list(self._program)
-        for n, (first, second) in enumerate(pairwise(program)):
-            # A copy or a send stands one place later, a receive one earlier: the run does not mind.
-            moved, other = (second, first) if kind is ActionKind.RECV else (first, second)
-            if moved.kind is kind is not other.kind:
-                program[n : n + 2] = second, first
-                break
-        self._program = tuple(program)
-
-    assert executed_digests(run, plan) == plan.program_digest
-    monkeypatch.setattr(Executor, "__init__", reordered)
-    assert executed_digests(run, plan) != plan.program_digest
 
 
 def test_a_plan_of_another_program_is_refused(tmp_path):

@@ -1,7 +1,5 @@
 """Plans made during the step before: the same plans, losses, weights, whatever goes wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

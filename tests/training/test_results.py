@@ -1,7 +1,5 @@
 """Files and messages at the end of a run."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -13,7 +11,6 @@ from sppo.training.preflight import preflight
 from sppo.training.records import Baseline, MeasuredBuckets, TrainingOutcome
 from sppo.training.report import report
 from sppo.training.run_directory import note_configuration
-from tests.conftest import tree
 from tests.training.jobs import job_alone, summary
 
 
@@ -90,14 +87,6 @@ def test_a_run_that_was_stopped_and_resumed(work, run, done):
     told(run, outcome_of(work, first=done, done=4))
     found = summary(work / "out")
     assert (found["steps"], found["interrupted_by"]) == (4, None)
-
-
-def test_a_run_with_nothing_left_to_do_keeps_its_summary(work, run):
-    told(run, outcome_of(work))
-    before = tree(work)
-    text = told(run, outcome_of(work, first=4, done=4))
-    assert "all 4 steps were done before, nothing to do; raise train.steps to go on" in text
-    assert tree(work) == before
 
 
 def test_a_run_that_ended_before_its_report_gets_one(work, run):

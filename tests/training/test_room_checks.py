@@ -1,7 +1,5 @@
 """Memory that a run's plan needs, against the memory that is free."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from sppo.hardware.presets import PRESETS
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.disk.disk_room import DiskRoom
-from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.training.preflight import FreeMemory, check_room
 from sppo.training.report import copies_summary
@@ -27,7 +24,7 @@ RUN = run_config(
 
 
 @pytest.fixture(scope="module")
-def plan() -> ExecutionPlan:
+def plan():
     """Of two ranks: one offloads most, a checkpoint has most of the other."""
     made = plan_run(RUN, hardware=PRESETS["h200"], available_bytes=64 * GIB, host_bytes=64 * GIB)
     fullest = max(rank.tier_activations_bytes for rank in made.rank_memory)

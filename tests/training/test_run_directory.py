@@ -1,11 +1,7 @@
 """Output directories that a run may use; tests of the command line cover messages."""
 
-from __future__ import annotations
-
 import json
 import os
-import resource
-import socket
 
 import pytest
 
@@ -55,27 +51,11 @@ def test_not_writable_as_the_system_says(work, run, monkeypatch):
 def test_two_runs_in_one_directory(run):
     with locked_output(run) as output:
         before = tree(output)
-        with pytest.raises(ValueError, match="in use by another run") as caught, locked_output(run):
+        with pytest.raises(ValueError, match="in use by another run"), locked_output(run):
             pass
-        assert f"(pid {os.getpid()} on {socket.gethostname()}); wait" in str(caught.value)
         assert tree(output) == before
-        with pytest.raises(ValueError, match="in use"), locked_output(run):
-            pass
     with locked_output(run):
         pass
-
-
-def test_a_disk_too_full_to_say_who_holds_the_directory(run):
-    """As a full disk: this process may make files, and write nothing into them."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    entered = False
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with locked_output(run):
-            entered = True
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert entered
 
 
 def test_a_run_that_came_between_looking_and_locking(run, run_file):

@@ -1,7 +1,5 @@
 """Runs of samples: inputs refused before the start, and the announcement of the run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 
@@ -69,9 +67,6 @@ def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     longest = 400 - 150 - 1
     assert checked.data.table.lengths.max() == longest
     assert checked.plan.boundaries[-1] == longest
-    step = checked.next_step
-    assert (step.number, step.planned.plan.num_samples) == (1, 4)
-    assert step.planned.plan.tokens == sum(checked.data.lengths(checked.data.step_samples(0)))
 
 
 def test_announced_memory_says_of_which_step_it_is(samples):
@@ -82,24 +77,6 @@ def test_announced_memory_says_of_which_step_it_is(samples):
     lines = {line[:10].strip(): line for line in console.export_text().splitlines()}
     longest = format_bytes(checked.plan.predicted.device_peak_bytes)
     assert f"predicted peak of the longest samples alone {longest} (" in lines["policy"]
-    step = format_bytes(checked.next_step.planned.plan.device_peak_bytes)
-    assert lines["step"].endswith(f"idle, peak {step}")
-
-
-def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
-    """Not the first one: that may fit where the next does not, and the other way round."""
-    tokens = {"samples_per_step": None, "tokens_per_step": 300}
-    train_alone(samples(train=tokens))
-    consumed = json.loads((work / "out/checkpoints/step_000002/metadata.json").read_text())[
-        "sequences_consumed"
-    ]
-    checked = preflight(job_alone(samples(train={**tokens, "steps": 3})))
-    step, data = checked.next_step, checked.data
-    expected = data.lengths(data.step_samples(consumed))
-    assert expected != data.lengths(data.step_samples(0))
-    assert step.number == 3
-    assert sum(expected) == step.planned.plan.tokens
-    assert preflight(job_alone(samples(train=tokens))).next_step is None
 
 
 def test_a_run_goes_on_with_what_it_began_with(samples):
@@ -134,7 +111,7 @@ def test_a_step_that_does_not_fit_ends_a_run_that_is_saved(samples, monkeypatch)
 
     def too_large(self, lengths):
         planned.append(lengths)
-        if len(planned) > 2:  # the first one before the start, and the first step
+        if len(planned) > 1:
             raise MemoryError("too large")
         return plan(self, lengths)
 

@@ -1,7 +1,5 @@
 """Memory that the state of a run takes while it is created."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

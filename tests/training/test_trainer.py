@@ -1,7 +1,5 @@
 """Training loop against ordinary training with torch's own parts."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -17,7 +15,6 @@ from sppo.training.preflight import preflight
 from sppo.training.state import build_state, starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 from tests.engine.reference import reference_loss
-from tests.tiers import exhaustive
 from tests.training.jobs import job_alone, records, train_alone
 
 pytestmark = pytest.mark.usefixtures("work")
@@ -64,15 +61,14 @@ def ordinary(run):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"train": {"sequences_per_step": 3}, "data": {"shuffle": True}},
+        {
+            "train": {"sequences_per_step": 3},
+            "data": {"shuffle": True},
+            "sequence": {"boundaries": [0, 1, 30, 64], "num_subsequences": "auto"},
+        },
         {"data": {"isolate_documents": True}},
         {"optimizer": {"clip_norm": 0.5, "warmup_steps": 2, "weight_decay": 0.3}},
         {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}},
-        *exhaustive(
-            {"sequence": {"boundaries": [0, 1, 30, 64], "num_subsequences": "auto"}},
-            {"activations": {"policy": "recompute"}},
-            {"activations": {"policy": "keep_attention"}},
-        ),
     ],
     ids=str,
 )

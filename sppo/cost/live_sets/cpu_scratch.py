@@ -9,7 +9,7 @@ from __future__ import annotations
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.parameters import layer_shapes
-from sppo.cost.product_tile import product_rows
+from sppo.cost.tiles import product_rows
 from sppo.units import MIB
 
 TILE_BYTES = MIB

@@ -29,7 +29,7 @@ from sppo.cost.live_sets.cpu_scratch import (
     weight_gradient_bytes,
 )
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
-from sppo.cost.logits_tile import tile_tokens
+from sppo.cost.tiles import tile_tokens
 
 Named = tuple[str, int]
 """Name of a point of a pass, and live bytes at this point."""

@@ -25,7 +25,7 @@ from sppo.cost.parameters import layer_shapes
 BORROWED_LAYERS = 2
 """Layers whose weights a borrower holds at once: one in use, and the next one being received."""
 MOST_GRADIENTS_SENT = 2
-"""Parameters whose gradients are being sent at once, as in :mod:`sppo.engine.msp.weights`."""
+"""Parameters whose gradients are being sent at once, as in :mod:`sppo.engine.msp.gradients`."""
 
 Named = tuple[str, int]
 """Name of a point of a pass, and live bytes at this point."""

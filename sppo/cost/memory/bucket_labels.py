@@ -14,7 +14,7 @@ class BucketLabel:
 
     Attributes:
         field: Name of the field of MemoryBuckets, including ``_bytes``.
-        letter: Letter of the bucket in bars.
+        letter: Letter of the bucket in tables.
         label: Name of the bucket in tables.
     """
 

@@ -10,7 +10,6 @@ many as the stage with most layers needs, each as large as the rank's largest bl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,13 +24,9 @@ from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
 from sppo.cost.memory.stage_memory import StageMemory, with_activations
 from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.stage_cost import distinct_stages
 from sppo.cost.values_of_ranks import most_of_ranks, of_ranks
 from sppo.schedule.costs import Table
-
-
-def _layouts(candidate: Candidate) -> list[BlockLayout]:
-    """Return the layout of the blocks of every stage."""
-    return [block_layout(candidate, stage=stage) for stage in range(len(candidate.stages))]
 
 
 def passes_through_slots(candidate: Candidate) -> bool:
@@ -84,15 +79,13 @@ def _sources_waiting(candidate: Candidate) -> int:
 
 def copy_slots(candidate: Candidate) -> tuple[CopySlots, ...]:
     """Return the memory for copies on the device of each rank, [ranks]."""
-    # The layout depends only on the number of layers of a stage.
-    longest = (
-        len(candidate.stages[_longest_stage(candidate, rank=rank)])
-        for rank in range(candidate.pipeline_parallel_degree)
-    )
-    by_layers: dict[int, CopySlots] = {}
-    for layers, shape in {len(shape.layers): shape for shape in _layouts(candidate)}.items():
-        by_layers[layers] = _copy_slots(candidate, shape)
-    return tuple(by_layers[layers] for layers in longest)
+    layouts = {len(stage): place for place, stage in enumerate(candidate.stages)}
+    slots = {
+        layers: _copy_slots(candidate, block_layout(candidate, stage=stage))
+        for layers, stage in layouts.items()
+    }
+    most_layers = most_of_ranks(candidate, np.array([len(stage) for stage in candidate.stages]))
+    return tuple(slots[layers] for layers in most_layers.tolist())
 
 
 def _copy_slots(candidate: Candidate, shape: BlockLayout) -> CopySlots:
@@ -111,15 +104,10 @@ def _copy_slots(candidate: Candidate, shape: BlockLayout) -> CopySlots:
     )
 
 
-def _longest_stage(candidate: Candidate, *, rank: int) -> int:
-    """Return the stage of a rank that has the most layers."""
-    return max(candidate.stages_of_rank(rank), key=lambda stage: len(candidate.stages[stage]))
-
-
 def tier_padding_bytes(candidate: Candidate, *, units: UnitsInFlight) -> Table:
     """Return the upper bound of bytes that alignment adds to offloaded tensors, [stages]."""
-    shapes = _layouts(candidate)
-    blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
+    each = block_layout(candidate, stage=0).most_padding_bytes
+    blocks = np.array([len(layers) * each for layers in candidate.stages])
     most = max(own.stop - own.start for own in candidate.distinct_sequences)
     padding: Table = (blocks * units.sequences * most).astype(np.float64)
     return padding
@@ -141,77 +129,40 @@ def with_placement(
         units: Units in flight of the candidate.
     """
     held = with_activations(states, candidate=candidate, placement=placement, units=units)
-    by_kind: dict[Hashable, _StageRoom] = {}
-    rooms: list[_StageRoom] = []
-    for stage, layers in enumerate(candidate.stages):
-        kind = len(layers), placement.alike[stage]
-        if kind not in by_kind:
-            by_kind[kind] = _stage_room(candidate, placement, stage=stage)
-        rooms.append(by_kind[kind])
-    found = []
-    alike: dict[tuple[StageMemory, _RankRoom], StageMemory] = {}
-    for own in zip(held, _rank_rooms(candidate, rooms, units=units), strict=True):
-        if own not in alike:
-            alike[own] = _with_room(candidate, *own)
-        found.append(alike[own])
-    return tuple(found)
-
-
-class _RankRoom(NamedTuple):
-    """Figures of a rank on which the memory for its copies depends.
-
-    Attributes:
-        longest_stage: Stage of as many layers as the rank's stage with most layers.
-        block_bytes: Bytes of the rank's largest block of saved tensors or of K and V.
-        joined_bytes: Bytes of tensors that backward joins from parts; 0 on a GPU.
-        tier_bytes: Bytes of saved tensors, K and V in the tier.
-    """
-
-    longest_stage: int
-    block_bytes: int
-    joined_bytes: int
-    tier_bytes: int
-
-
-def _rank_rooms(
-    candidate: Candidate, rooms: Sequence[_StageRoom], *, units: UnitsInFlight
-) -> Iterator[_RankRoom]:
-    """Yield the figures of each rank, from those of all stages."""
-    blocks, joined, tier = np.array(rooms, dtype=np.int64).T
-    stage_of_layers = {len(layers): stage for stage, layers in enumerate(candidate.stages)}
-    layers = np.array([len(layers) for layers in candidate.stages])
+    firsts, kinds = distinct_stages(candidate, placement)
+    rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
+    slots, staging, blocks, joined, tier = np.array(rooms, dtype=np.int64)[kinds].T
+    slots, staging, blocks, joined = (
+        most_of_ranks(candidate, table) for table in (slots, staging, blocks, joined)
+    )
+    blocks = np.maximum(blocks, largest_kv_block(candidate))
+    leaving = _sources_waiting(candidate) * (blocks + largest_kv_block(candidate))
     # Extents in the tier are assigned to whole sequences, stage after stage.
-    tier = (tier + kv_tier_bytes(candidate)) * units.sequences
-    columns = (
-        most_of_ranks(candidate, layers),
-        np.maximum(most_of_ranks(candidate, blocks), largest_kv_block(candidate)),
-        most_of_ranks(candidate, joined),
-        of_ranks(candidate, tier),
-    )
-    for most_layers, *figures in zip(*(column.tolist() for column in columns), strict=True):
-        yield _RankRoom(stage_of_layers[most_layers], *figures)
-
-
-def _with_room(candidate: Candidate, memory: StageMemory, room: _RankRoom) -> StageMemory:
-    """Return the memory of a rank with its slots and what it has in the tier."""
-    layout = block_layout(candidate, stage=room.longest_stage)
-    leaving_bytes = _sources_waiting(candidate) * (room.block_bytes + largest_kv_block(candidate))
-    device = replace(
-        memory.device,
-        copies_bytes=reserved_slots(candidate, layout) * room.block_bytes,
-        working_bytes=memory.device.working_bytes + leaving_bytes + room.joined_bytes,
-    )
-    return replace(
-        memory,
-        device=device,
-        tier_activations_bytes=room.tier_bytes,
-        staging_bytes=staging_slots(candidate, layout) * room.block_bytes,
+    tier = of_ranks(candidate, (tier + kv_tier_bytes(candidate)) * units.sequences)
+    tables = (slots * blocks, leaving + joined, tier, staging * blocks)
+    figures = zip(*(table.astype(np.int64).tolist() for table in tables), strict=True)
+    return tuple(
+        replace(
+            memory,
+            device=replace(
+                memory.device,
+                copies_bytes=copies,
+                working_bytes=memory.device.working_bytes + working,
+            ),
+            tier_activations_bytes=in_tier,
+            staging_bytes=in_host,
+        )
+        for memory, (copies, working, in_tier, in_host) in zip(held, figures, strict=True)
     )
 
 
 class _StageRoom(NamedTuple):
-    """Bytes that offloading takes for one stage."""
+    """Slots and bytes that offloading takes for one stage."""
 
+    slots: int
+    """Number of blocks for which device memory is allocated all the time."""
+    staging_slots: int
+    """Number of blocks of host memory through which copies to and from a disk pass."""
     block_bytes: int
     """Bytes of the largest block."""
     joined_bytes: int
@@ -225,6 +176,8 @@ def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: 
     blocks = stage_blocks(placement, layout, stage=stage)
     on_gpu = candidate.workload.hardware.device.kind == "cuda"
     return _StageRoom(
+        reserved_slots(candidate, layout),
+        staging_slots(candidate, layout),
         int(blocks.max()),
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
         max(int(blocks[own].sum()) for own in candidate.distinct_sequences),

@@ -95,7 +95,7 @@ class _Rank:
             copies_bytes=copies,
             working_bytes=peaks.working + leaving,
             heap_bytes=round(peaks.largest_working * workload.hardware.device.heap_share),
-            communication_bytes=collective_bytes(self._candidate, rank=self._rank) + peaks.messages,
+            communication_bytes=int(collective_bytes(self._candidate)[self._rank]) + peaks.messages,
             growth_bytes=held.device.growth_bytes + code,
             communicators_bytes=communicators_bytes(
                 self._candidate, position=self._rank, ranges=self._ranges

@@ -38,17 +38,15 @@ TOKEN_BYTES = 16
 PLANNING_PROCESS_BYTES = 112 * MIB
 """Bytes of the process that plans steps of samples ahead, and of Python's helper process beside it.
 
-Measured: 93 and 13 MiB, libraries included, with CPython 3.11, numpy and scipy."""
+Measured: 93 and 13 MiB, libraries included, with CPython 3.11, numpy, and scipy, then in use."""
 REPORT_BYTES = 32 * MIB
 """Bytes for the plots at the end of a run, which take 20 MiB."""
 
 
-def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) -> int:
+def process_growth_bytes(candidate: Candidate) -> int:
     """Return the bytes that one process allocates beyond the tensors of other buckets; 0 on a GPU.
 
-    Args:
-        candidate: Candidate that the process runs.
-        background_save_bytes: Bytes of the copy of the training state for background checkpoints.
+    The copy of the training state for background checkpoints is not included.
     """
     workload, lengths, sequences = candidate.workload, candidate.lengths, candidate.sequences
     if workload.hardware.device.kind != "cpu":
@@ -59,7 +57,7 @@ def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) ->
         is_pipeline=candidate.pipeline_parallel_degree > 1,
     )
     fixed = STEPS_BYTES + POOL_FREE_BYTES
-    return fixed + code_bytes(workload, lengths=lengths) + step + background_save_bytes
+    return fixed + code_bytes(workload, lengths=lengths) + step
 
 
 def code_bytes(workload: Workload, *, lengths: Iterable[int]) -> int:

@@ -100,6 +100,7 @@ def with_messages_held(
     """
     if not schedule.msp_groups:
         memory = _with_most_kv(memory, UnitsInFlight(candidate))
+    collective = collective_bytes(candidate).tolist()
     found = []
     for rank, held in enumerate(memory):
         peaks = RankProgram(candidate, placement, schedule, rank).peaks_with_messages()
@@ -107,7 +108,7 @@ def with_messages_held(
             held.device,
             loss_gradient_bytes=peaks.saved - held.device.activations_bytes,
             working_bytes=peaks.working,
-            communication_bytes=collective_bytes(candidate, rank=rank) + peaks.messages,
+            communication_bytes=collective[rank] + peaks.messages,
         )
         found.append(replace(held, device=device))
     return tuple(found)

@@ -6,10 +6,9 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from sppo.cost.sharding.stage_parameters import (
     same_weights_degree,
     updated_parameters,
 )
-from sppo.cost.sharding.weight_parts import ShardedParts, outer_by_copies, rank_parts
+from sppo.cost.sharding.weight_parts import outer_by_copies, rank_parts
 from sppo.cost.stage_cost import placed_bytes
 from sppo.cost.values_of_ranks import most_held_of_ranks, of_ranks
 from sppo.schedule.costs import Table
@@ -125,43 +124,13 @@ class StageMemory:
         return self.tier_weights_bytes + self.tier_gradients_bytes + self.host_optimizer_bytes
 
 
-class _RankFigures(NamedTuple):
-    """Figures in which ranks differ and on which the memory of a rank depends.
-
-    Attributes:
-        parameters: Parameters that a device computes with.
-        updated: Parameters that a device updates.
-        saved: Parameters that a checkpoint has from this device.
-        weights: Elements of weights on the device, without those that are gathered for use.
-        gradients: Elements of gradients on the device, without those that are whole until reduced.
-        kv_bytes: K and V when most of them and their gradients are held.
-        kv_gradients_bytes: Gradients of K and V at that moment.
-        sent_bytes: Bytes by which messages and exchanges raise this peak.
-        communicators_bytes: Buffers of communicators, without those of MSP groups.
-        num_layers: Layers of all stages of the rank.
-        is_first: Whether the rank has the first stage.
-        is_last: Whether the rank has the last stage.
-    """
-
-    parameters: float
-    updated: float
-    saved: float
-    weights: float
-    gradients: float
-    kv_bytes: int
-    kv_gradients_bytes: int
-    sent_bytes: int
-    communicators_bytes: int
-    num_layers: int
-    is_first: bool
-    is_last: bool
-
-
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
     """Return the memory of each rank without saved activations, for any activation policy."""
-    parameters, updated, saved = (
-        of_ranks(candidate, of_stages(candidate)).tolist()
-        for of_stages in (device_parameters, updated_parameters, _saved_parameters)
+    ranks, tiers = candidate.pipeline_parallel_degree, candidate.state
+    element, device = candidate.workload.element_bytes, candidate.workload.hardware.device
+    parameters, updated = (
+        of_ranks(candidate, of_stages(candidate))
+        for of_stages in (device_parameters, updated_parameters)
     )
     at_peak = _at_peak(
         units,
@@ -169,42 +138,60 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         computing=np.zeros(1),
         sent=units.running(sent_bytes(candidate)),
     )
-    kv, gradients, sent = (
-        at_peak[name].tolist() for name in ("kv_bytes", "kv_gradients_bytes", "communication_bytes")
-    )
-    held, layers = _held_elements(candidate), candidate.layers_of_ranks
+    weights, gradients = _held_elements(candidate)
+    whole = np.array([rank_parts(candidate, rank=rank).room_elements for rank in range(ranks)])
+    stepped = updated if candidate.zero else parameters
+    kept_weights = (updated if candidate.zero >= 3 else parameters) * element
+    kept_gradients = (updated if candidate.zero >= 2 else parameters) * ACCUMULATION_BYTES
+    masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
+    optimizer = stepped * (2 * ACCUMULATION_BYTES + masters)
+    copied = np.array(checkpoint_bytes(candidate)) * candidate.background_saves
     last = candidate.rank_of_stage(candidate.num_stages - 1)
-    is_first, is_last = ([rank == end for rank in range(len(layers))] for end in (0, last))
-    communicators = [communicators_bytes(candidate, position=rank) for rank in range(len(layers))]
-    columns = (
-        *(parameters, updated, saved, *held, kv, gradients, sent, communicators),
-        *(layers, is_first, is_last),
+    working = np.full(ranks, _most_working_bytes(candidate))
+    working[last] = max(
+        working[last], loss_bytes(candidate.workload, tokens=max(candidate.lengths))
     )
-    layer = _most_working_bytes(candidate)
-    working_bytes = {
-        False: layer,
-        True: max(layer, loss_bytes(candidate.workload, tokens=max(candidate.lengths))),
+    on_cpu = device.kind == "cpu"
+    buckets = {
+        "weights_bytes": (weights + whole * (candidate.zero >= 3)) * element,
+        "gradients_bytes": (gradients + whole * (candidate.zero >= 2)) * ACCUMULATION_BYTES,
+        "optimizer_bytes": _update_room_bytes(candidate, parameters=stepped)
+        if tiers.offloads_optimizer
+        else optimizer,
+        **at_peak,
+        "copies_bytes": np.zeros(ranks),
+        "loss_gradient_bytes": _loss_gradient_bytes(candidate, units) * (np.arange(ranks) == last),
+        "working_bytes": working,
+        "heap_bytes": np.rint(working * device.heap_share),
+        "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
+        "growth_bytes": process_growth_bytes(candidate) + copied * on_cpu,
+        "communicators_bytes": np.array(
+            [communicators_bytes(candidate, position=rank) for rank in range(ranks)]
+        ),
     }
-    alike: dict[_RankFigures, StageMemory] = {}  # In long pipelines most ranks are equal.
-    ranks = []
-    for rank, figures in enumerate(zip(*columns, strict=True)):
-        own = _RankFigures(*figures)
-        if own not in alike:
-            alike[own] = _rank_memory(
-                candidate,
-                own,
-                parts=rank_parts(candidate, rank=rank),
-                working_bytes=working_bytes[own.is_last],
-                loss_gradient_bytes=_loss_gradient_bytes(candidate, units) if own.is_last else 0,
-            )
-        ranks.append(alike[own])
-    return tuple(ranks)
+    in_tiers = {
+        "tier_activations_bytes": np.zeros(ranks),
+        "host_optimizer_bytes": _adamw_bytes(stepped) * tiers.offloads_optimizer,
+        "tier_weights_bytes": kept_weights * tiers.streams_weights,
+        "tier_gradients_bytes": kept_gradients * tiers.streams_gradients,
+        "background_save_bytes": copied * (not on_cpu),
+    }
+    return tuple(
+        StageMemory(MemoryBuckets(**own), **behind)
+        for own, behind in zip(_of_each(buckets), _of_each(in_tiers), strict=True)
+    )
+
+
+def _of_each(tables: Mapping[str, Counts | Table]) -> Iterator[dict[str, int]]:
+    """Yield the values of each rank by name, from tables of all ranks, [ranks] each."""
+    for own in zip(*(table.astype(np.int64).tolist() for table in tables.values()), strict=True):
+        yield dict(zip(tables, own, strict=True))
 
 
 def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
     """Return the bytes of a checkpoint from each rank: fp32 weights and both moments, [ranks]."""
-    saved = of_ranks(candidate, _saved_parameters(candidate))
-    return tuple(map(_adamw_bytes, saved.tolist()))
+    saved: Counts = _adamw_bytes(of_ranks(candidate, _saved_parameters(candidate)))
+    return tuple(saved.tolist())
 
 
 def _saved_parameters(candidate: Candidate) -> Table:
@@ -218,71 +205,23 @@ def _saved_parameters(candidate: Candidate) -> Table:
     return saved
 
 
-def _adamw_bytes(parameters: float) -> int:
+def _adamw_bytes(parameters: Table) -> Counts:
     """Return the bytes of fp32 weights and both moments."""
-    return int(parameters * 3 * ACCUMULATION_BYTES)
+    return (parameters * 3 * ACCUMULATION_BYTES).astype(np.int64)
 
 
-def _rank_memory(
-    candidate: Candidate,
-    own: _RankFigures,
-    *,
-    parts: ShardedParts,
-    working_bytes: int,
-    loss_gradient_bytes: int,
-) -> StageMemory:
-    """Return the memory of one rank without saved activations."""
-    tiers, element = candidate.state, candidate.workload.element_bytes
-    masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
-    stepped = own.updated if candidate.zero else own.parameters
-    optimizer = int(stepped * (2 * ACCUMULATION_BYTES + masters))
-    copied = _adamw_bytes(own.saved) if candidate.background_saves else 0
-    is_cpu = candidate.workload.hardware.device.kind == "cpu"
-    kept_weights = (own.updated if candidate.zero >= 3 else own.parameters) * element
-    kept_gradients = (own.updated if candidate.zero >= 2 else own.parameters) * ACCUMULATION_BYTES
-    weights = own.weights + parts.room_elements * (candidate.zero >= 3)
-    gradients = own.gradients + parts.room_elements * (candidate.zero >= 2)
-    collective = _collective_bytes(candidate, parts, parameters=own.parameters)
-    buckets = MemoryBuckets(
-        weights_bytes=int(weights * element),
-        gradients_bytes=int(gradients * ACCUMULATION_BYTES),
-        optimizer_bytes=_update_room_bytes(candidate, parameters=stepped)
-        if tiers.offloads_optimizer
-        else optimizer,
-        kv_bytes=own.kv_bytes,
-        kv_gradients_bytes=own.kv_gradients_bytes,
-        activations_bytes=0,
-        copies_bytes=0,
-        loss_gradient_bytes=loss_gradient_bytes,
-        working_bytes=working_bytes,
-        heap_bytes=round(working_bytes * candidate.workload.hardware.device.heap_share),
-        communication_bytes=own.sent_bytes + collective,
-        growth_bytes=process_growth_bytes(candidate, background_save_bytes=copied),
-        communicators_bytes=own.communicators_bytes,
-    )
-    return StageMemory(
-        buckets,
-        0,
-        _adamw_bytes(stepped) * tiers.offloads_optimizer,
-        int(kept_weights) * tiers.streams_weights,
-        int(kept_gradients) * tiers.streams_gradients,
-        0 if is_cpu else copied,
-    )
-
-
-def _update_room_bytes(candidate: Candidate, *, parameters: float) -> int:
+def _update_room_bytes(candidate: Candidate, *, parameters: Table) -> Table:
     """Return the bytes through which buckets of an optimizer on a disk pass; 0 for other tiers.
 
     They hold slots for gradients and weights, and masters and moments of the bucket being stepped.
     """
-    if candidate.state.optimizer != "disk":
-        return 0
-    bucket = min(parameters, DISK_UPDATE_ELEMENTS)
+    bucket = np.minimum(parameters, DISK_UPDATE_ELEMENTS) * (candidate.state.optimizer == "disk")
     slot = ACCUMULATION_BYTES + candidate.workload.element_bytes
-    return int(bucket * (UPDATE_SLOTS * slot + 3 * ACCUMULATION_BYTES))
+    room: Table = bucket * (UPDATE_SLOTS * slot + 3 * ACCUMULATION_BYTES)
+    return room
 
 
-def _held_elements(candidate: Candidate) -> tuple[list[float], list[float]]:
+def _held_elements(candidate: Candidate) -> tuple[Table, Table]:
     """Return the elements of weights and of gradients on the device of each rank, [ranks] each.
 
     Parts that are gathered or whole only while in use are not included. If one rank has both the
@@ -314,7 +253,7 @@ def _held_elements(candidate: Candidate) -> tuple[list[float], list[float]]:
         if tiers.streams_gradients
         else of_ranks(candidate, gradients)
     )
-    return held_weights.tolist(), held_gradients.tolist()
+    return held_weights, held_gradients
 
 
 def _tied_elements(candidate: Candidate) -> tuple[float, float]:
@@ -355,12 +294,11 @@ def with_activations(
     buckets = {
         **at_peak,
         "communication_bytes": collectives + at_peak["communication_bytes"],
-        "heap_bytes": np.rint(computing.max(axis=1) * heap_share).astype(np.int64),
+        "heap_bytes": np.rint(computing.max(axis=1) * heap_share),
     }
-    figures = zip(*(table.tolist() for table in buckets.values()), strict=True)
     return tuple(
-        replace(state, device=replace(state.device, **dict(zip(buckets, own, strict=True))))
-        for state, own in zip(states, figures, strict=True)
+        replace(state, device=replace(state.device, **own))
+        for state, own in zip(states, _of_each(buckets), strict=True)
     )
 
 
@@ -450,39 +388,38 @@ def _longest(candidate: Candidate) -> int:
     return -(-longest // candidate.workload.sequence_parallel_degree)
 
 
-def collective_bytes(candidate: Candidate, *, rank: int) -> int:
-    """Return the bytes of buffers of collectives on a device of a pipeline rank."""
-    parameters = float(of_ranks(candidate, device_parameters(candidate))[rank])
-    parts = rank_parts(candidate, rank=rank)
-    return _collective_bytes(candidate, parts, parameters=parameters)
+def collective_bytes(candidate: Candidate) -> Counts:
+    """Return the bytes of buffers of collectives on a device of each rank, [ranks].
 
-
-def _collective_bytes(candidate: Candidate, parts: ShardedParts, *, parameters: float) -> int:
-    """Return the bytes of buffers of collectives, without the memory of whole parts.
-
-    gloo, the back end of CPUs, works on a copy of the tensors that it reduces or gathers.
+    The memory of whole parts is not included. gloo, the back end of CPUs, works on a copy of the
+    tensors that it reduces or gathers.
     """
     is_copied = candidate.workload.hardware.device.kind == "cpu"
-    element = candidate.workload.element_bytes
-    gathered = element if candidate.zero >= 3 else 0
-    reduced = ACCUMULATION_BYTES if candidate.zero >= 2 else 0
-    in_step = parts.most_elements * (gathered + reduced) * is_copied
-    return round(max(in_step, _bucket_bytes(candidate, parts, parameters, is_copied=is_copied)))
+    gathered = candidate.workload.element_bytes * (candidate.zero >= 3)
+    reduced = ACCUMULATION_BYTES * (candidate.zero >= 2)
+    ranks = range(candidate.pipeline_parallel_degree)
+    parts = [rank_parts(candidate, rank=rank).most_elements for rank in ranks]
+    in_step = np.array(parts) * (gathered + reduced) * is_copied
+    most = np.maximum(in_step, _bucket_bytes(candidate, is_copied=is_copied))
+    found: Counts = np.rint(most).astype(np.int64)
+    return found
 
 
-def _bucket_bytes(
-    candidate: Candidate, parts: ShardedParts, parameters: float, *, is_copied: bool
-) -> float:
-    """Return the bytes of buckets at the end of a step, and of the shards sent or received of them.
+def _bucket_bytes(candidate: Candidate, *, is_copied: bool) -> Table:
+    """Return the bytes of buckets at the end of a step, and of shards sent or received, [ranks].
 
     With ZeRO-0 and 1, buckets of gradients count, the larger ones. With ZeRO-2, only weights are
     gathered, after the memory of whole gradients is free again; with ZeRO-3, nothing is.
     """
+    parameters = of_ranks(candidate, device_parameters(candidate))
     copies = candidate.data_parallel_degree * same_weights_degree(candidate.workload)
     if copies == 1 or candidate.zero >= 3:
-        return 0.0
+        return np.zeros_like(parameters)
     element = ACCUMULATION_BYTES if candidate.zero < 2 else candidate.workload.element_bytes
     most_elements = REDUCE_BUCKETS * REDUCE_BUCKET_BYTES / ACCUMULATION_BYTES
-    under_way = min(most_elements, parameters) * element * (1 + 1 / copies + is_copied)
-    free = parts.room_elements * ACCUMULATION_BYTES if candidate.zero >= 2 else 0.0
-    return max(0.0, under_way - free)
+    under_way = np.minimum(most_elements, parameters) * element * (1 + 1 / copies + is_copied)
+    ranks = range(candidate.pipeline_parallel_degree)
+    whole = np.array([rank_parts(candidate, rank=rank).room_elements for rank in ranks])
+    free = whole * ACCUMULATION_BYTES * (candidate.zero >= 2)
+    found: Table = np.maximum(0.0, under_way - free)
+    return found

@@ -1,4 +1,10 @@
-"""Memory of a unit's messages while it runs: received, sent and exchanged tensors."""
+"""Memory of a unit's messages while it runs: received, sent, exchanged and waiting tensors.
+
+All units of a group (:func:`sppo.schedule.orders.steps.sequence_groups`) pass one stage of a rank
+before the first of them enters the rank's next stage. While a unit runs forward, inputs of later
+units have arrived, and outputs of earlier units have come back from the last rank; all wait on the
+rank of the first stage. Gradients wait in the same way on the rank of the last stage.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,9 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.units_in_flight import Running
-from sppo.cost.memory.waiting_stream import waiting_bytes
 from sppo.schedule.costs import Table
+from sppo.schedule.orders.names import LOOPED
+from sppo.schedule.orders.steps import sequence_groups
 
 
 def sent_bytes(candidate: Candidate) -> Running:
@@ -16,14 +23,8 @@ def sent_bytes(candidate: Candidate) -> Running:
     Messages go to and from neighbouring stages, exchanges stay in the sequence-parallel group, and
     units wait on a rank between two of its stages.
     """
-    forward = backward = _bytes_by_neighbours(candidate)[candidate.neighbours]
-    of_forward, of_backward = waiting_bytes(candidate)
-    if of_forward:
-        forward = forward.copy()
-    for table, waiting in ((forward, of_forward), (backward, of_backward)):
-        for stage, row in waiting.items():
-            table[stage] += row
-    return Running(forward, backward)
+    of_unit = _bytes_by_neighbours(candidate)[candidate.neighbours]
+    return Running(of_unit, of_unit) + _waiting_bytes(candidate)
 
 
 def _bytes_by_neighbours(candidate: Candidate) -> Table:
@@ -53,3 +54,55 @@ def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
     heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
     exchanged: Table = (lengths // degree) * workload.element_bytes * heads
     return exchanged
+
+
+def _waiting_bytes(candidate: Candidate) -> Running:
+    """Return upper bounds of the bytes that wait while a unit runs its F, and its B.
+
+    They assume that all units have arrived, which in a run depends on time. In the looped order no
+    activation waits during backwards, and no gradient during forwards; in other orders both may.
+    Waiting gradients of the looped order are not counted: each takes the place of its unit's
+    gradient of the loss, which has a bucket. On a single pipeline rank, waiting activations are not
+    counted either: their units have no gradient of the loss yet, and its bucket has room.
+    """
+    ranks, workload = candidate.pipeline_parallel_degree, candidate.workload
+    forward, backward = np.zeros((2, candidate.num_stages, len(candidate.lengths)))
+    is_looped = candidate.order == LOOPED
+    if candidate.virtual_stages == 1 or (is_looped and ranks == 1):
+        return Running(forward, backward)
+    row_bytes = workload.model.hidden_size * workload.element_bytes
+    waiting = _waiting_tokens(candidate) * (row_bytes / workload.sequence_parallel_degree)
+    if is_looped:
+        forward[::ranks] = waiting
+        return Running(forward, backward)
+    for rank in (0, ranks - 1):
+        forward[rank::ranks] += waiting.max()
+    return Running(forward, forward)
+
+
+def _waiting_tokens(candidate: Candidate) -> Table:
+    """Return the tokens that wait while a unit runs on each stage of a rank, [virtual stages, N].
+
+    Nothing waits before the first stage or after the last. If sequences are cut alike, the sequence
+    of a group with the most waiting tokens counts; packed sequences count one by one.
+    """
+    lengths, of_sequences = (
+        np.array(candidate.lengths, dtype=np.float64),
+        candidate.sequence_lengths,
+    )
+    groups = sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree)
+    if candidate.packed:
+        ends = np.cumsum([len(of_sequence) for of_sequence in of_sequences])
+        tokens = np.zeros((candidate.virtual_stages, len(lengths)))
+        for group in groups:
+            own = slice(int(ends[group.start - 1]) if group.start else 0, int(ends[group.stop - 1]))
+            up_to = np.cumsum(lengths[own])
+            tokens[:, own] = up_to[-1] - lengths[own]
+            tokens[0, own] = up_to - lengths[own]
+            tokens[-1, own] = up_to[-1] - up_to
+        return tokens
+    others = (len(groups[0]) - 1) * lengths.sum()
+    in_front, behind = np.cumsum(lengths) - lengths, np.cumsum(lengths[::-1])[::-1] - lengths
+    tokens = np.tile(in_front + behind + others, (candidate.virtual_stages, 1))
+    tokens[0], tokens[-1] = in_front + others, behind + others
+    return tokens

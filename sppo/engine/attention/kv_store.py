@@ -9,7 +9,7 @@ the next sequence then reuses the buffers, so tensors that must live longer have
 Forward spans of a sequence ascend without gaps, backward spans descend from its end. When a span
 runs backward, every later span has therefore added its part, and the span's own slice is complete.
 
-Legend: S tokens of the sequence, C of a span, K key/value heads, D head size.
+Legend: S tokens of the sequence, C of a unit, T up to its end, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.kernels.attention.kv_layout import empty_keys
+from sppo.engine.unit import TokenSpan
+from sppo.kernels.attention.kv_layout import copy_by_token, empty_keys
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.offload.held_bytes import HeldBytes
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """Buffers of one (layer, sequence) and the progress of its forward and backward."""
 
     k: Tensor
@@ -64,53 +65,23 @@ class KVStore:
         self._poison = poison
         self._tail = (model.kv_heads if heads is None else heads, model.head_dim)
         self.dtype, self._device, self._sent = dtype, device, sent
-        self._entries: dict[tuple[int, int], _Entry] = {}
+        self._entries: dict[tuple[int, int], Entry] = {}
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.held = HeldBytes()
 
-    def write(
-        self, layer: int, sequence: int, *, start: int, length: int, k_CKD: Tensor, v_CKD: Tensor
-    ) -> None:
-        """Store k and v at positions ``start..start+C-1`` of a sequence of ``length`` tokens."""
-        entry = self._entries.get((layer, sequence))
-        if entry is None:
-            entry = _Entry(self._new(length, self.dtype), self._new(length, self.dtype))
-            self._entries[layer, sequence] = entry
-        end = start + k_CKD.shape[0]
-        assert start <= entry.written, (
-            f"layer {layer}, sequence {sequence}: forward at {start} leaves a gap after "
-            f"{entry.written}"
-        )
-        entry.k[start:end].copy_(k_CKD)
-        entry.v[start:end].copy_(v_CKD)
-        entry.written = max(entry.written, end)
+    def entry(self, layer: int, sequence: int, *, length: int) -> Entry:
+        """Return the buffers of a sequence of ``length`` tokens in a layer, new ones at first."""
+        if (layer, sequence) not in self._entries:
+            k, v = self._new(length, self.dtype), self._new(length, self.dtype)
+            self._entries[layer, sequence] = Entry(k, v)
+        return self._entries[layer, sequence]
 
-    def prefix(self, layer: int, sequence: int, *, end: int) -> tuple[Tensor, Tensor]:
-        """Return (k_TKD, v_TKD) of positions ``0..end-1``: views, lent until :meth:`release`."""
-        entry = self._entries[layer, sequence]
-        assert end <= entry.written, f"keys up to {end} are read, {entry.written} are written"
-        return entry.k[:end], entry.v[:end]
-
-    def prefix_gradients(
-        self, layer: int, sequence: int, *, start: int, end: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sums (dk_TKD, dv_TKD) of positions ``0..end-1`` for the span ``[start, end)``.
-
-        The sums are views, lent until :meth:`release`, which may come in the same backward. Spans
-        of a sequence come in descending order; after the caller has added its part, the slice
-        ``[start, end)`` is final.
-        """
-        entry = self._entries[layer, sequence]
+    def gradients(self, entry: Entry) -> tuple[Tensor, Tensor]:
+        """Return the sums of gradients of an entry, zeros at first."""
         if entry.dk is None or entry.dv is None:
-            acc_dtype = accumulation_dtype(self.dtype)
-            entry.dk, entry.dv = (self._new(entry.written, acc_dtype).zero_() for _ in range(2))
-        expected = entry.written if entry.finished is None else entry.finished
-        assert end == expected, (
-            f"layer {layer}, sequence {sequence}: backward of [{start}, {end}) but spans down to "
-            f"{expected} have run"
-        )
-        entry.finished = start
-        return entry.dk[:end], entry.dv[:end]
+            tokens, dtype = entry.written, accumulation_dtype(self.dtype)
+            entry.dk, entry.dv = (self._new(tokens, dtype).zero_() for _ in range(2))
+        return entry.dk, entry.dv
 
     def release(self, sequence: int, *, layers: Iterable[int]) -> None:
         """Free the buffers of some layers for a sequence whose backward is complete or not needed.
@@ -151,3 +122,73 @@ class KVStore:
         buffer = spare.pop() if spare else self.empty(length, dtype)
         self.held.add_tensors([buffer])
         return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKV:
+    """:class:`sppo.engine.attention.prefix_attention.UnitKV` in a store that has the whole prefix.
+
+    All tensors that are read are views, lent until the sequence is released, which may come in the
+    same backward.
+    """
+
+    store: KVStore
+    layer: int
+    sequence: int
+    span: TokenSpan
+
+    @property
+    def first_key(self) -> int:
+        """0: a view of the prefix costs nothing, and kernels read only the keys that are seen."""
+        return 0
+
+    def write(self, k_CKD: Tensor, v_CKD: Tensor) -> None:
+        """Store keys and values of all tokens of the unit."""
+        entry, start, end = self._entry, self.span.start, self.span.end
+        assert start <= entry.written, (
+            f"layer {self.layer}, sequence {self.sequence}: forward at {start} leaves a gap after "
+            f"{entry.written}"
+        )
+        entry.k[start:end].copy_(k_CKD)
+        entry.v[start:end].copy_(v_CKD)
+        entry.written = max(entry.written, end)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return (k_TKD, v_TKD) up to the end of the unit."""
+        return self.read_until(self.span.end)
+
+    def read_until(self, end: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of positions ``0..end-1``."""
+        entry = self._entry
+        assert end <= entry.written, f"keys up to {end} are read, {entry.written} are written"
+        return entry.k[:end], entry.v[:end]
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the sums (dk_TKD, dv_TKD), which already have the parts of later units.
+
+        Units of a sequence come in descending order; after the caller has added its part, the slice
+        of the unit is final.
+        """
+        entry, start, end = self._entry, self.span.start, self.span.end
+        dk, dv = self.store.gradients(entry)
+        expected = entry.written if entry.finished is None else entry.finished
+        assert end == expected, (
+            f"layer {self.layer}, sequence {self.sequence}: backward of [{start}, {end}) but spans "
+            f"down to {expected} have run"
+        )
+        entry.finished = start
+        return dk[:end], dv[:end]
+
+    def complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the unit's slice, as the projections read them."""
+        start, dtype = self.span.start, self.store.dtype
+        return copy_by_token(dk_TKD[start:], dtype=dtype), copy_by_token(
+            dv_TKD[start:], dtype=dtype
+        )
+
+    def release(self) -> None:
+        """Do nothing: keys and values are stored until their sequence is released."""
+
+    @property
+    def _entry(self) -> Entry:
+        return self.store.entry(self.layer, self.sequence, length=self.span.length)

@@ -2,24 +2,63 @@
 
 A rank has queries in one or several *runs* of consecutive positions: the whole subsequence, a shard
 of it (MSP), or one run for each rank with which it exchanges tokens for heads (Ulysses). Keys and
-values come from a provider (:mod:`sppo.engine.attention.unit_kv`).
+values come from a provider, :class:`UnitKV`.
 
-Legend: c tokens of this rank, C tokens of all runs, N query heads, K key/value heads, D head size.
+Legend: c tokens of this rank, C tokens of all runs, T keys of the prefix and the unit, N query
+heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sppo.engine.attention.unit_kv import UnitKV
 from sppo.engine.unit import Run
 from sppo.kernels.attention.call import AttentionCall
-from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
+from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.parallel.ulysses import UlyssesAllToAll
+
+
+class UnitKV(Protocol):
+    """Provider of the keys and values of the prefix and the unit.
+
+    Forward calls :meth:`write`, then :meth:`read`. Backward adds to :meth:`gradients`, then calls
+    :meth:`complete`.
+    """
+
+    @property
+    def first_key(self) -> int:
+        """Position in the sequence of the first key that :meth:`read` returns."""
+        ...
+
+    def write(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
+        """Take keys and values of the unit's tokens."""
+        ...
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return (k_TKD, v_TKD) from :attr:`first_key` to the end of the unit."""
+        ...
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return sums (dk_TKD, dv_TKD) to add to, once per unit."""
+        ...
+
+    def complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the complete (dk_cKD, dv_cKD) of the tokens given to :meth:`write`, as copies.
+
+        Args:
+            dk_TKD: What :meth:`gradients` returned, with the part of the unit's queries.
+            dv_TKD: The same of the values.
+        """
+        ...
+
+    def release(self) -> None:
+        """Free what is not needed after an attention."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +73,7 @@ class PrefixAttention:
         heads: All-to-all among these ranks; None if this rank has the tokens of all runs.
         window: Number of keys that a query sees, its own included; None for all.
         document_starts: Ascending positions; a query sees its own document only.
-        backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
+        offload: Function that offloads K and V of the unit in forward; None if they stay.
     """
 
     kv: UnitKV
@@ -43,16 +82,24 @@ class PrefixAttention:
     heads: UlyssesAllToAll | None = None
     window: int | None = None
     document_starts: tuple[int, ...] = (0,)
-    backend: Backend = "auto"
+    offload: Callable[[dict[str, Tensor]], None] | None = None
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
         """Provide k and v of the unit to all later units, and return (o_cND, lse_Nc)."""
         if self.heads is not None:
             q_cND, k_cKD, v_cKD = self.heads.inputs_to_heads(q_cND, k_cKD, v_cKD, self._tokens)
         self.kv.write(k_cKD, v_cKD)
+        if self.offload is not None:
+            self.offload({"keys": k_cKD, "values": v_cKD})
         found = self._attend(q_cND, self._tokens)
         self.kv.release()
         return found
+
+    def provide(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
+        """Provide k and v of the unit to all units again, without attention."""
+        if self.heads is not None:
+            k_cKD, v_cKD = self.heads.keys_to_heads(k_cKD, v_cKD, self._tokens)
+        self.kv.write(k_cKD, v_cKD)
 
     def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
         """Return (o_cND, lse_Nc) of this rank's tokens whose output was not saved."""
@@ -78,8 +125,7 @@ class PrefixAttention:
     def _attend(self, q_CND: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of the last ``tokens`` of every run, for this rank's tokens."""
         outputs = [
-            attention_forward(self._call(q_CND[rows], end), self.backend)
-            for rows, end in self._spans(tokens)
+            attention_forward(self._call(q_CND[rows], end)) for rows, end in self._spans(tokens)
         ]
         o, lse = outputs[0]
         if len(outputs) > 1:
@@ -109,7 +155,6 @@ class PrefixAttention:
                 lse_NC[:, rows].contiguous(),
                 dk_TKD=dk_TKD[:keys],
                 dv_TKD=dv_TKD[:keys],
-                backend=self.backend,
             )
             dqs.append(dq)
         return dqs[0] if len(dqs) == 1 else torch.cat(dqs)

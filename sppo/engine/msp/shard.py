@@ -45,7 +45,7 @@ class MspShard(Unit):
 
     @property
     def first_token(self) -> int:
-        """Index of the shard's first token among this rank's tokens of the unit."""
+        """Index of the shard's first token among this rank's tokens of the whole unit."""
         return self.cuts[self.member][self.shard_index]
 
     @property
@@ -86,6 +86,12 @@ class MspShard(Unit):
         """Return the rows of shard ``shard_index`` in the whole unit, one slice per run."""
         start = self.span.start
         return [slice(run.start - start, run.end - start) for run in self.runs_of(shard_index)]
+
+
+def as_shard(unit: Unit) -> MspShard:
+    """Return ``unit``, which must be a shard."""
+    assert isinstance(unit, MspShard), "a whole unit has no peers"
+    return unit
 
 
 def cut_shard(

@@ -16,15 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sppo.engine.attention.kv_store import KVStore
-from sppo.engine.attention.unit_kv import StoredKV
+from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.msp.shard import MspShard
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.offload.held_bytes import HeldBytes
 
 
 class SharedKV:
-    """:class:`sppo.engine.attention.unit_kv.UnitKV` of one shard in one layer.
+    """:class:`sppo.engine.attention.prefix_attention.UnitKV` of one shard in one layer.
 
     Args:
         shard: Shard whose queries attend.
@@ -62,8 +61,7 @@ class SharedKV:
         if self._own is None:
             self._kv = k, v = self._empty(self._store.dtype)
             return k[: self._prefix_keys], v[: self._prefix_keys]
-        span = self._shard.span
-        k, v = self._store.prefix(self._own.layer, self._own.sequence, end=span.start)
+        k, v = self._own.read_until(self._shard.span.start)
         return k[self.first_key :], v[self.first_key :]
 
     def write(self, k_cKD: Tensor, v_cKD: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Weights whose rows are sharded over ranks and that are gathered part by part for use.
 
 ZeRO-3 (Rajbhandari et al., 2020). While one layer computes, the layer that is used next is being
-gathered. At most two layers' whole weights, or the largest part outside the layers, are allocated.
-Every rank of the group runs the same program, so all ranks gather the same parts in order.
+gathered.
 """
 
 from __future__ import annotations
@@ -10,50 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from sppo.engine.providers.sharded_parts import ShardedParts
 from sppo.engine.providers.streamed_weights import StreamedWeights
-from sppo.engine.providers.weights import (
-    WeightPart,
-    format_of,
-    messages_of,
-    names_by_part,
-    room_for_parts,
-    streamed_peak_bytes,
-)
-from sppo.parallel.parameter_all_gather import AllGatherHandle, ParameterAllGather
+from sppo.engine.providers.weights import WeightPart
+from sppo.parallel.row_layout import Shapes
+from sppo.parallel.shard_messages import ParameterMessage
 
 
-class GatheredWeights:
+class GatheredWeights(ShardedParts):
     """Provider of weights that are sharded over ranks.
 
-    Implements :class:`sppo.engine.providers.weights.WeightProvider`.
-
-    Args:
-        rows: This rank's rows of every parameter of its stages by global name, in the compute
-            dtype; read at every gather, so that the next step sees an update in place.
-        shapes: Shapes of the whole parameters by global name.
-        gathers: All-gather of each sharded parameter, by global name; parameters without one are
-            whole on this rank.
+    Implements :class:`sppo.engine.providers.weights.WeightProvider`. Rows are read at every gather,
+    so that the next step sees an update in place.
     """
 
     def __init__(
         self,
         rows: Mapping[str, Tensor],
         *,
-        shapes: Mapping[str, tuple[int, ...]],
-        gathers: Mapping[str, ParameterAllGather],
+        shapes: Shapes,
+        groups: Mapping[str, ProcessGroup],
     ) -> None:
-        self.dtype, self.device = format_of(rows)
-        self._rows, self._shapes, self._gathers = rows, shapes, gathers
-        self._parts = names_by_part(rows)
-        self._part_bytes = {part: self._padded_bytes(part) for part in self._parts}
-        self.room_bytes = room_for_parts(self._part_bytes)
+        super().__init__(rows, shapes=shapes, groups=groups)
         self._visits: Iterator[WeightPart] = iter(())
         self._next: WeightPart | None = None
-        self._ahead: list[AllGatherHandle] | None = None
+        self._ahead: list[ParameterMessage] | None = None
         self._held: dict[str, Tensor] = {}
         self._held_part: WeightPart | None = None
-        self._peak_bytes = 0
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
         """Start to gather the first of ``visits``."""
@@ -82,11 +66,6 @@ class GatheredWeights:
         self._held_part = None
         self._fetch_ahead()
 
-    def take_peak_bytes(self) -> int:
-        """Return the peak bytes of gathered weights plus streamed rows since the last call."""
-        peak, self._peak_bytes = self._peak_bytes, 0
-        return peak + streamed_peak_bytes(self._rows)
-
     def _fetch_ahead(self) -> None:
         """Start to gather the next part, if its rows are on the device and the memory suffices."""
         part = self._next
@@ -100,8 +79,8 @@ class GatheredWeights:
         if held + self._part_bytes[part] > self.room_bytes:
             return
         self._ahead = [
-            gather.begin({name: self._rows[name] for name in names}, self._shapes)
-            for gather, names in self._messages(part)
+            ParameterMessage(group, {name: self._rows[name] for name in shapes}, shapes)
+            for group, shapes in self._messages(part)
         ]
         self._count(held + self._part_bytes[part])
 
@@ -115,20 +94,4 @@ class GatheredWeights:
         whole: dict[str, Tensor] = {}
         while gatherings:
             whole |= gatherings.pop(0).finish()
-        return {
-            local: whole[name] if name in whole else self._rows[name]
-            for local, name in self._parts[part].items()
-        }
-
-    def _messages(self, part: WeightPart) -> list[tuple[ParameterAllGather, list[str]]]:
-        """Return the all-gathers of a part with the global names that each carries."""
-        return messages_of(part, self._parts[part].values(), self._gathers)
-
-    def _padded_bytes(self, part: WeightPart) -> int:
-        elements = 0
-        for gather, names in self._messages(part):
-            elements += gather.padded_elements({name: self._shapes[name] for name in names})
-        return elements * self.dtype.itemsize
-
-    def _count(self, held_bytes: int) -> None:
-        self._peak_bytes = max(self._peak_bytes, held_bytes)
+        return self._by_local_name(part, whole)

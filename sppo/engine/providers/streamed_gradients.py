@@ -7,16 +7,17 @@ being copied.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
+from sppo.engine.providers.streamed_tensors import StreamedTensors
 from sppo.offload.lane import Event, Lane
 from sppo.offload.worker_pool import wait_for
 
 
-class StreamedGradients(Mapping[str, Tensor]):
+class StreamedGradients(StreamedTensors):
     """Mapping of global names to fp32 gradient sums on the device, zero at first in each step.
 
     A parameter that two stages share belongs to the first of them, and leaves only once, when it is
@@ -38,8 +39,7 @@ class StreamedGradients(Mapping[str, Tensor]):
         device: torch.device,
         lane: Lane,
     ) -> None:
-        self.dtype, self.device = next(iter(sums.values())).dtype, device
-        self._sums, self.lane = sums, lane
+        super().__init__(sums, device=device, lane=lane)
         owners: dict[str, int] = {}
         users: dict[str, int] = {}
         for stage in sorted(stages):
@@ -51,28 +51,15 @@ class StreamedGradients(Mapping[str, Tensor]):
         for name, owner in owners.items():
             self._owned[owner].append(name)
         self._stage_of = owners
-        self._here: dict[str, Tensor] = {}
-        self._coming: dict[int, Event] = {}
         self._leaving: tuple[Event, list[Tensor]] | None = None
-        self._peak_bytes = 0
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the sum to add to; compute issued from now on waits for the copy to the device."""
-        done = self._coming.pop(self._stage_of[name], None)
-        if done is not None:
-            self.lane.before_compute(done)
+        self._await_copies([self._stage_of[name]])
         if name not in self._here:
-            self._here[name] = torch.zeros_like(self._sums[name], device=self.device)
-            self._count()
+            self._here[name] = torch.zeros_like(self._in_tier[name], device=self.device)
+            self._count(leaving=[] if self._leaving is None else self._leaving[1])
         return self._here[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over all names, whether their sums are on the device or not."""
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        """Return the number of all names."""
-        return len(self._sums)
 
     def leave(self, stage: int, *, complete: bool) -> None:
         """Start to copy the sums of a stage to the other tier, after earlier copies are done.
@@ -83,7 +70,7 @@ class StreamedGradients(Mapping[str, Tensor]):
                 share leave only then.
         """
         names = [name for name in self._owned[stage] if complete or name not in self._shared]
-        copies = [(self._sums[name], self[name]) for name in names]
+        copies = [(self._in_tier[name], self[name]) for name in names]
         self._make_room()
         sources = [source for _, source in copies]
         self._leaving = self.lane.out(copies, after=[self.lane.computed(sources)]), sources
@@ -93,13 +80,7 @@ class StreamedGradients(Mapping[str, Tensor]):
     def bring_back(self, stage: int) -> None:
         """Start to copy the sums of a stage back, after the last ones to leave are freed."""
         self._make_room()
-        names = [name for name in self._owned[stage] if name not in self._shared]
-        for name in names:
-            self._here[name] = torch.empty_like(self._sums[name], device=self.device)
-        self._coming[stage] = self.lane.back(
-            [(self._here[n], self._sums[n]) for n in names], after=[self.lane.computed([])]
-        )
-        self._count()
+        self._begin_coming(stage, [n for n in self._owned[stage] if n not in self._shared])
 
     def arrive(self) -> None:
         """Block the host until all sums are in the other tier and may be read there.
@@ -117,16 +98,8 @@ class StreamedGradients(Mapping[str, Tensor]):
 
     def free_device_copies(self) -> None:
         """Free all sums on the device, after a failed step."""
-        for done in self._coming.values():
-            self.lane.before_compute(done)
-        self._coming.clear()
         self._make_room()
-        self._here.clear()
-
-    def take_peak_bytes(self) -> int:
-        """Return the peak bytes on the device since the last call."""
-        peak, self._peak_bytes = self._peak_bytes, 0
-        return peak
+        super().free_device_copies()
 
     def _make_room(self) -> None:
         """Free the sums that left last, once their copy is done."""
@@ -134,12 +107,5 @@ class StreamedGradients(Mapping[str, Tensor]):
             return
         done, tensors = self._leaving
         self._leaving = None
-        self.lane.before_compute(
-            done
-        )  # ordering with compute suffices: only compute reuses the memory
+        self.lane.before_compute(done)  # only compute reuses the memory
         tensors.clear()
-
-    def _count(self) -> None:
-        leaving = [] if self._leaving is None else self._leaving[1]
-        held = sum(tensor.numel() for tensor in (*self._here.values(), *leaving))
-        self._peak_bytes = max(self._peak_bytes, held * self.dtype.itemsize)

@@ -10,22 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
-
-T = TypeVar("T")
+from sppo.engine.providers.streamed_tensors import StreamedTensors
 
 WeightPart = int | Literal["embedding", "head"]
 """Weights taken together: an int is the layer of that index in the model, "embedding" the embedding
 and learned positions, "head" the final norm and the projection to the vocabulary."""
 
 
-class WeightProvider(Protocol):
+class PartProvider(Protocol):
+    """Provider of the weights of one part after another."""
+
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
+        """Return the weights of ``part``, by name within the layer, or else by global name."""
+        ...
+
+    def release(self, part: WeightPart) -> None:
+        """Release the weights of ``part`` that :meth:`take` returned."""
+        ...
+
+
+class WeightProvider(PartProvider, Protocol):
     """Provider of the weights of a rank's stages, in the compute dtype.
 
     A step calls :meth:`begin` first, then :meth:`take` and :meth:`release` for every visit in the
@@ -51,21 +60,13 @@ class WeightProvider(Protocol):
         """
         ...
 
-    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Return the weights of ``part``, by name within the layer, or else by global name."""
-        ...
-
-    def release(self, part: WeightPart) -> None:
-        """Release the weights of ``part`` that :meth:`take` returned."""
-        ...
-
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary weights on the device since the last call."""
         ...
 
 
 @contextmanager
-def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
+def visit(weights: PartProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
     """Take the weights of ``part`` for the duration of the context."""
     try:
         yield weights.take(part)
@@ -101,7 +102,7 @@ class ResidentWeights:
 
 def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype of ``tensors`` and the device on which compute uses them."""
-    if isinstance(tensors, StreamedWeights | StreamedGradients):
+    if isinstance(tensors, StreamedTensors):
         return tensors.dtype, tensors.device
     first = next(iter(tensors.values()))
     return first.dtype, first.device
@@ -109,7 +110,7 @@ def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]
 
 def streamed_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the peak bytes of streamed ``tensors`` on the device since the last call, else 0."""
-    if isinstance(tensors, StreamedWeights | StreamedGradients):
+    if isinstance(tensors, StreamedTensors):
         return tensors.take_peak_bytes()
     return 0
 
@@ -134,35 +135,3 @@ def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:
     if "head" in parts and "head.weight" not in parts["head"]:
         parts["head"]["embed.weight"] = "embed.weight"
     return parts
-
-
-def messages_of(
-    part: WeightPart, names: Iterable[str], by_name: Mapping[str, T]
-) -> list[tuple[T, list[str]]]:
-    """Group the parameters of ``part`` into messages: one per carrier, outside layers one each.
-
-    Args:
-        part: Part of the model.
-        names: Global names of the part's parameters.
-        by_name: Carrier of each parameter, such as a collective; parameters without one are left
-            out.
-
-    Returns:
-        Pairs (carrier, global names of the parameters in the message).
-    """
-    carried = [name for name in names if name in by_name]
-    if not isinstance(part, int):
-        return [(by_name[name], [name]) for name in carried]
-    messages: dict[T, list[str]] = {}
-    for name in carried:
-        messages.setdefault(by_name[name], []).append(name)
-    return list(messages.items())
-
-
-def room_for_parts(part_bytes: Mapping[WeightPart, int]) -> int:
-    """Return the bytes of two layers (one in use, one in flight), or of the largest other part.
-
-    Args:
-        part_bytes: Bytes of each part.
-    """
-    return max((1 + isinstance(part, int)) * size for part, size in part_bytes.items())

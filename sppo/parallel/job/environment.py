@@ -258,7 +258,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
             rank=_number(environ, "SLURM_PROCID"),
             world_size=_number(environ, tasks, least=1),
             local_rank=_number(environ, "SLURM_LOCALID"),
-            local_world_size=_slurm_local_tasks(environ, tasks=tasks),
+            local_world_size=_slurm_local_tasks(environ),
             master_address=address,
             master_port=port,
             launcher="slurm",
@@ -270,7 +270,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
 def _first_slurm_host(environ: Mapping[str, str]) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
-            return next(expand_hosts(environ[name]))
+            return first_host(environ[name])
     raise ValueError(
         "SLURM_STEP_NODELIST is not set, although SLURM_PROCID is: the ranks meet on its first "
         "host; start with srun, or set MASTER_ADDR to the host of rank 0"
@@ -283,69 +283,33 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
     return _FIRST_PORT + (job + 101 * _number(environ, "SLURM_STEP_ID")) % _NUM_PORTS
 
 
-def _slurm_local_tasks(environ: Mapping[str, str], *, tasks: str) -> int:
-    """Return the number of tasks of the step on this node."""
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    if per_node and "SLURM_NODEID" in environ:
-        counts = _task_counts(per_node)
-        node = _number(environ, "SLURM_NODEID")
-        if counts and node < len(counts):
-            return counts[node]
-    if environ.get("SLURM_NTASKS_PER_NODE"):
-        most = _number(environ, "SLURM_NTASKS_PER_NODE", least=1)
-        return min(most, _number(environ, tasks, least=1))
-    if environ.get("SLURM_STEP_NUM_NODES") == "1":
-        return _number(environ, tasks, least=1)
-    raise ValueError(
-        "SLURM_NTASKS_PER_NODE is not set and SLURM_STEP_TASKS_PER_NODE does not say either how "
-        "many ranks run on this node; start with srun --ntasks-per-node=N"
-    )
+def _slurm_local_tasks(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks of the step on this node, of counts such as ``4(x2),3``."""
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    items = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item) for item in listed.split(",")]
+    counts = [int(item[1]) for item in items if item for _ in range(int(item[2] or 1))]
+    node = _number(environ, "SLURM_NODEID")
+    if not all(items) or node >= len(counts):
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE={quoted(listed)} does not say how many ranks run on node "
+            f"{node} of the step; start with srun --ntasks-per-node=N"
+        )
+    return counts[node]
 
 
-def _task_counts(text: str) -> tuple[int, ...] | None:
-    """Return the number of tasks of each node, 4, 4, 3 for ``4(x2),3``; None for other formats."""
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return tuple(counts)
-
-
-def expand_hosts(hosts: str) -> Iterator[str]:
-    """Yield the host names of a Slurm list, such as a03, a04, a05, a09, b for ``a[03-05,09],b``.
+def first_host(hosts: str) -> str:
+    """Return the first host name of a Slurm list, such as a03-ib for ``a[03-05,09]-ib,b``.
 
     Raises:
-        ValueError: ``hosts`` is not a valid list.
+        ValueError: ``hosts`` does not begin like a list.
     """
-    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
-    if not items or ",".join(items) != hosts:
+    first = re.match(r"(?:[^,\[\]]|\[\d+[-,\d]*\])+(?=,|$)", hosts)
+    if first is None:
         raise ValueError(
             f"host list {quoted(hosts)} is not written like node[03-05,09]; set MASTER_ADDR to the "
             "host of rank 0"
         )
-    for item in items:
-        yield from _expand_host(item)
-
-
-def _expand_host(item: str) -> Iterator[str]:
-    """Yield the hosts of one item of a Slurm list, expanding brackets from left to right."""
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
-    if match is None:
-        yield item
-        return
-    before, numbers, after = match.groups()
-    for part in numbers.split(","):
-        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if ends is None:
-            raise ValueError(
-                f"host list item {quoted(item)}: {quoted(part)} is no number and no range; set "
-                "MASTER_ADDR to the host of rank 0"
-            )
-        first, last = ends[1], ends[2] or ends[1]
-        for number in range(int(first), int(last) + 1):
-            yield from _expand_host(f"{before}{number:0{len(first)}d}{after}")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _number(environ: Mapping[str, str], name: str, *, least: int = 0) -> int:

@@ -1,34 +1,29 @@
 """Flight record of a rank: its current action, in a file that survives the process.
 
-The file is small and mapped into memory, so it survives any end of the process except a crash of
-the machine. The launcher reads it (:mod:`sppo.parallel.job.failure_report`).
+The file has one line, which the launcher reads once the rank has ended
+(:mod:`sppo.parallel.job.failure_report`), and before it one byte, by which the launcher marks a
+rank that it stops.
 """
 
 from __future__ import annotations
 
-import mmap
+import json
 import os
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from sppo.parallel.job.peer_errors import PeerLostError
 
 RankState = Literal["starting", "running", "waiting_for_peer", "failed", "peer_lost", "done"]
-_STATES: tuple[RankState, ...] = get_args(RankState)
-_CODES = {state: code for code, state in enumerate(_STATES, start=1)}
 
-_ACTION_BYTES = 48
-_MESSAGE_BYTES = 400
-_STOPPED_AT, _RECORD_AT = 0, 8
-"""Places of the byte that the launcher sets when it stops the rank, and of the record."""
-_RECORD = struct.Struct(f"=dqqqB{_ACTION_BYTES}s{_MESSAGE_BYTES}s")
-"""Time, step, position, number of actions, state plus 1, action, message."""
-_FILE_BYTES = _RECORD_AT + _RECORD.size
+_MOST_CHARACTERS = 400
+"""Length at which messages are cut, so that a record is written at once."""
+_STOPPED_AT, _LINE_AT = 0, 1
+"""Places of the byte that the launcher sets when it stops the rank, and of the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +42,12 @@ class ProgressNote:
     """
 
     state: RankState
-    step: int | None
-    position: int
-    num_actions: int
-    action: str
-    changed_s: float
-    message: str
+    step: int | None = None
+    position: int = 0
+    num_actions: int = 0
+    action: str = ""
+    changed_s: float = 0.0
+    message: str = ""
 
     def place(self) -> str:
         """Return the position in the program, such as ``step 3, action 7 of 40 (0F2)``."""
@@ -64,71 +59,56 @@ class ProgressNote:
 
 
 class RankProgress:
-    """Writer of one rank's flight record, without system calls; not thread-safe."""
+    """Writer of one rank's flight record; not thread-safe."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        """Write to mapped memory; callers use :meth:`create`."""
-        self._memory = memory
-        self._step = -1
-        self._position = 0
-        self._num_actions = 0
-        self._action = b""
-        self._failed_s: float | None = None
+    def __init__(self, descriptor: int | None) -> None:
+        """Write to an open file, if there is one; callers use :meth:`create`."""
+        self._descriptor = descriptor
+        self._note = ProgressNote("starting")
+        self._has_failed = False
         self.state("starting")
 
     @classmethod
     def create(cls, path: Path | None) -> RankProgress:
-        """Create the file at ``path``, or continue an existing one; None keeps the record private.
+        """Create the file at ``path``, or continue an existing one; None writes nothing.
 
         Raises:
             OSError: The file cannot be created.
         """
-        if path is None:
-            return cls(mmap.mmap(-1, _FILE_BYTES))
-        with path.open("a+b") as file:
-            if os.fstat(file.fileno()).st_size < _FILE_BYTES:
-                file.truncate(_FILE_BYTES)
-            return cls(mmap.mmap(file.fileno(), _FILE_BYTES))
+        return cls(None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
     def note(
         self, *, step: int, position: int, action: str, num_actions: int | None = None
     ) -> None:
-        """Record that an action begins; takes less than a microsecond.
+        """Record that an action begins; takes a few microseconds.
 
         Args:
             step: Training step.
             position: Index of the action in the rank's program, from 0.
-            action: Text of the action; long texts are cut.
+            action: Text of the action.
             num_actions: Number of actions of the program; None for the number given last.
         """
-        self._step = step
-        self._position = position
-        self._action = action.encode()
-        if num_actions is not None:
-            self._num_actions = num_actions
+        count = self._note.num_actions if num_actions is None else num_actions
+        self._note = ProgressNote("running", step, position, count, action)
         self.state("running")
 
     def state(self, state: RankState, *, message: str = "") -> None:
-        """Record a new state of the rank in the same action."""
-        self._failed_s = None
-        self._write(state, message=message, at_s=time.monotonic())
+        """Record a new state of the rank in the same action; long messages are cut."""
+        self._has_failed = False
+        self._write(state, message, at_s=time.monotonic())
 
     def failed(self, error: BaseException) -> None:
         """Record the error that ends the rank; repeated calls keep the time of the first."""
-        at_s = time.monotonic() if self._failed_s is None else self._failed_s
-        self._write(_state_after(error), message=_message_of(error), at_s=at_s)
-        self._failed_s = at_s
+        at_s = self._note.changed_s if self._has_failed else time.monotonic()
+        self._write(_state_after(error), _message_of(error), at_s=at_s)
+        self._has_failed = True
 
-    def _write(self, state: RankState, *, message: str, at_s: float) -> None:
-        self._memory[_RECORD_AT:_FILE_BYTES] = _RECORD.pack(
-            at_s,
-            self._step,
-            self._position,
-            self._num_actions,
-            _CODES[state],
-            self._action,
-            message.encode(),
-        )
+    def _write(self, state: RankState, message: str, *, at_s: float) -> None:
+        message = message[:_MOST_CHARACTERS]
+        self._note = replace(self._note, state=state, message=message, changed_s=at_s)
+        if self._descriptor is not None:
+            line = json.dumps(asdict(self._note)) + "\n"
+            os.pwrite(self._descriptor, line.encode(), _LINE_AT)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -155,8 +135,7 @@ def mark_stopped(descriptor: int) -> None:
 def is_marked_stopped(path: Path) -> bool:
     """Return whether the launcher has marked the flight record with :func:`mark_stopped`."""
     try:
-        with path.open("rb") as file:
-            return os.pread(file.fileno(), 1, _STOPPED_AT) == b"\1"
+        return path.read_bytes()[_STOPPED_AT:_LINE_AT] == b"\1"
     except OSError:
         return False
 
@@ -168,29 +147,10 @@ def read_progress(path: Path) -> ProgressNote | None:
         OSError: The file exists but cannot be read.
     """
     try:
-        data = path.read_bytes()
+        line, end, _ = path.read_bytes()[_LINE_AT:].partition(b"\n")
     except FileNotFoundError:
         return None
-    if len(data) < _FILE_BYTES:
-        return None
-    entry = _RECORD.unpack_from(data, _RECORD_AT)
-    changed_s, step, position, num_actions, code, action, message = entry
-    if not 1 <= code <= len(_STATES):
-        return None
-    return ProgressNote(
-        state=_STATES[code - 1],
-        step=step if step >= 0 else None,
-        position=position,
-        num_actions=num_actions,
-        action=_text(action),
-        changed_s=changed_s,
-        message=_text(message),
-    )
-
-
-def _text(field: bytes) -> str:
-    """Decode a field without its padding, and without a character that was cut in the middle."""
-    return field.rstrip(b"\0").decode(errors="ignore")
+    return ProgressNote(**json.loads(line)) if end else None
 
 
 def _state_after(error: BaseException) -> RankState:

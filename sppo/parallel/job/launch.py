@@ -42,7 +42,7 @@ from sppo.parallel.job.failure_report import (
     was_said_by_rank_0,
 )
 from sppo.parallel.job.flight_record import mark_stopped, read_progress
-from sppo.parallel.job.signals import STOP_SIGNALS, signal_name
+from sppo.parallel.job.signals import STOP_SIGNALS, held_back, signal_name
 
 _LOOK_EVERY_S = 0.05
 _TERMINATE_S = 5.0
@@ -162,16 +162,6 @@ def _served_store(num_ranks: int) -> Iterator[int]:
         yield port
     finally:
         del store
-
-
-@contextmanager
-def held_back(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Block signals in this process, and in processes that start, during the context."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Job:

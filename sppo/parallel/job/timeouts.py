@@ -8,30 +8,22 @@ is issued, and ends the process without naming the failed rank, so it must be th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sppo.config.base import LONGEST_TIMEOUT_S
 
 _STEPS = 2
 """Predicted step times that a device may go without progress; predictions are less wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTimeouts:
-    """Timeouts of a rank with a device."""
-
-    stall_timeout_s: float
-    """Longest time in seconds without progress of the device."""
-    issued_s: float
-    """Longest time in seconds from issue to completion of NCCL work."""
-
-
-def device_timeouts(timeout_s: float, *, predicted_step_s: float) -> DeviceTimeouts:
-    """Return the timeouts for devices.
+def stall_timeout(timeout_s: float, *, predicted_step_s: float) -> float:
+    """Return the longest time in seconds without progress of a device.
 
     Args:
         timeout_s: Longest time in seconds that a host waits for another host.
         predicted_step_s: Predicted step time of the run in seconds.
     """
-    stall_timeout_s = min(max(timeout_s, _STEPS * predicted_step_s), LONGEST_TIMEOUT_S)
-    return DeviceTimeouts(stall_timeout_s, min(2 * stall_timeout_s, LONGEST_TIMEOUT_S))
+    return min(max(timeout_s, _STEPS * predicted_step_s), LONGEST_TIMEOUT_S)
+
+
+def issued_timeout(stall_timeout_s: float) -> float:
+    """Return the longest time in seconds from issue to completion of NCCL work."""
+    return min(2 * stall_timeout_s, LONGEST_TIMEOUT_S)

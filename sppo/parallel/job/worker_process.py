@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from sppo.parallel.job.end_with_parent import end_with_parent
-from sppo.parallel.job.launch import held_back
-from sppo.parallel.job.signals import STOP_SIGNALS, signal_name
+from sppo.parallel.job.signals import STOP_SIGNALS, held_back, signal_name
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.correction import CostCorrection
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import executed_flops
 from sppo.cost.state_tiers import ON_DEVICE
-from sppo.planning.elastic.levels import everything_recomputed, fastest_levels
+from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.packing_search import PackingSearch, StepPacking
 from sppo.planning.elastic.replicas import divide_samples
@@ -45,7 +43,7 @@ _SIMULATED = 3
 _MOST_SIMULATED = 6
 """Number of packings that fit, with any placement, after which the search ends."""
 _LEVELLED = 3
-"""Number of packings whose activations are also placed by integer program."""
+"""Number of packings whose activations are also placed by levels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +156,7 @@ class StepPlanner:
         defers_weights: Whether weight gradients may be deferred to fill bubbles (zero bubble).
         quick: Whether to take the first packing that fits, with activations placed by the policy.
             If none fits, everything is searched.
-        levels: Whether activations may have levels chosen by integer program.
+        levels: Whether activations may have levels chosen by levels.
     """
 
     packing_search: PackingSearch
@@ -279,7 +277,7 @@ class StepPlanner:
         ends once a plan is faster than the estimates of all further packings.
         """
         found: list[StepPlan] = []
-        pressed: list[tuple[float, PackedSamples, Candidate]] = []
+        pressed: list[tuple[PackedSamples, Candidate]] = []
         largest = None
         for packing in packings:
             fastest = min((plan.step_s for plan in found), default=None)
@@ -298,11 +296,8 @@ class StepPlanner:
                 largest = packing.most_tokens
             levels = self.levels and not self.quick and _chooses_levels(base)
             if levels and evaluated.effective_policy != "retain":
-                placed = found[-1].evaluated if evaluated.shortfall is None else None
-                placed = placed or everything_recomputed(evaluated.candidate)
-                policy_s = np.inf if placed is None else placed.step_s
-                pressed.append((policy_s, packing.packed, evaluated.candidate))
-        return found + _with_levels(sorted(pressed, key=lambda one: one[0]))
+                pressed.append((packing.packed, evaluated.candidate))
+        return found + _with_levels(pressed)
 
     def _bases(self) -> Iterator[tuple[Candidate, ...]]:
         """Yield groups of base candidates; the fastest of the first group that fits is used.
@@ -323,16 +318,15 @@ def _chooses_levels(base: Candidate) -> bool:
     return base.policy == "hybrid" and base.offload_ratio is None
 
 
-def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> list[StepPlan]:
+def _with_levels(pressed: Sequence[tuple[PackedSamples, Candidate]]) -> list[StepPlan]:
     """Return plans with levels for the first packings for which there are any.
 
     Args:
-        pressed: Packings that do not fit with everything retained, fastest first: seconds with the
-            policy's placement, or with everything recomputed if that does not fit; packed samples;
-            and candidate.
+        pressed: Packed samples, and candidate, of packings that do not fit with everything
+            retained, in the order of their estimated time.
     """
     found: list[StepPlan] = []
-    for _, packed, candidate in pressed:
+    for packed, candidate in pressed:
         placed = fastest_levels(candidate)
         if placed is not None:
             found.append(StepPlan(packed, placed))

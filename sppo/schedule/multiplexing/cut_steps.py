@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -87,16 +87,16 @@ class CutSteps:
     def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
         """Return the simulated seconds of a step with exactly the MSP groups `chosen`."""
         num_ranks = self._plain.num_ranks
-        clock = _Clock([0.0] * num_ranks, [0.0] * num_ranks**2)
+        free, sent = [0.0] * num_ranks, [0.0] * num_ranks**2
         for sequence in range(self._plain.num_sequences):
             order = self._order(sequence, chosen)
-            self._walk(order, F, sequence, chosen, clock)
+            self._walk(order, F, sequence, chosen, free=free, sent=sent)
             if not self._forward_only:
-                self._walk(order[::-1], B, sequence, chosen, clock)
+                self._walk(order[::-1], B, sequence, chosen, free=free, sent=sent)
         if self._forward_only:
-            return max(clock.free)
+            return max(free)
         # A rank's first stage ends last; its reduction is at the end of the rank's program.
-        return max(end + seconds for end, seconds in zip(clock.free, self._reduce_s, strict=False))
+        return max(end + seconds for end, seconds in zip(free, self._reduce_s, strict=False))
 
     def _walk(
         self,
@@ -104,11 +104,22 @@ class CutSteps:
         code: int,
         sequence: int,
         chosen: Mapping[int, MspGroup],
-        clock: _Clock,
+        *,
+        free: list[float],
+        sent: list[float],
     ) -> None:
-        """Run the forwards or backwards of one sequence in their order, and advance the clock."""
-        units, size, rank_of, num_ranks = self._units, self._size, self._rank_of, len(clock.free)
-        free, sent, whole_s, cut_s = clock.free, clock.sent, self._whole_s[code], self._cut_s
+        """Run the forwards or backwards of one sequence in their order.
+
+        Args:
+            order: Slots in their order.
+            code: F or B.
+            sequence: Index of the sequence.
+            chosen: MSP groups, by slot.
+            free: Time at which each rank is free, updated.
+            sent: Time at which each link is free, [sender x ranks + receiver], updated.
+        """
+        units, size, rank_of, num_ranks = self._units, self._size, self._rank_of, len(free)
+        whole_s, cut_s = self._whole_s[code], self._cut_s
         hops = self._hops[code]
         begins = self._offsets[sequence]
         ends = begins + len(self._plain.lengths[sequence]) - 1
@@ -259,16 +270,3 @@ class CutSteps:
                 heapq.heappush(ready, (earliest, -width, offered))
                 is_offered[follower] = True
         return order
-
-
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """Progress of a step.
-
-    Attributes:
-        free: Time at which each rank is free.
-        sent: Time at which each link is free, [sender x ranks + receiver].
-    """
-
-    free: list[float]
-    sent: list[float]

@@ -21,7 +21,7 @@ from sppo.cost.live_sets import (
 from sppo.cost.live_sets import working_set as planned
 from sppo.cost.memory.stage_memory import evaluation_bytes
 from sppo.engine.engine import Engine
-from sppo.engine.msp import weights as msp_weights
+from sppo.engine.msp import gradients as msp_gradients
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels import half_products, row_tiles
@@ -156,7 +156,7 @@ def test_constants_are_those_of_the_kernels():
     assert cpu_scratch.ACCUMULATION_TILE_BYTES == row_tiles.ACCUMULATION_TILE_BYTES
     assert cpu_scratch.CAST_TILE_BYTES == 4 * half_products._TILE**2
     assert tensor_sizes.LEAST_POOLED_BYTES == LEAST_POOLED_BYTES
-    assert shard_live_sets.MOST_GRADIENTS_SENT == msp_weights._MOST_UNDER_WAY
+    assert shard_live_sets.MOST_GRADIENTS_SENT == msp_gradients.MOST_UNDER_WAY
     assert attention_block_sizes.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
     assert attention_block_sizes.BAND_ROWS == attention_blocks.BAND_TILE_TOKENS
     assert attention_block_sizes.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS

@@ -26,6 +26,7 @@ from sppo.cost.live_sets.working_set import working_sets
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.engine.engine import Engine
+from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import has_half_products
@@ -163,15 +164,12 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
     model = run_config({"vocab_size": 512, **sizes}).model
     rows = rows_cut_by(fate, tensor_class)
     weights = {name: w.bfloat16() for name, w in initial_weights(model, seed=0).items()}
+    placed = with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)
     engine = Engine(
         model,
         weights=weights,
         gradients=zero_gradients(weights),
-        placements={
-            0: planned_placement(
-                with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)
-            )
-        },
+        pipeline=Pipeline(placements={0: planned_placement(placed)}),
         offloaded=BlockStore(CpuLane(), disk=tmp_path, source_lag=0),
         input_every=every,
     )

@@ -16,8 +16,6 @@ from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.hardware.presets import PRESETS
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
-from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
-from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.planning.search.evaluation import evaluate_candidate
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.planning.one_device import predicted
@@ -71,12 +69,11 @@ def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stage
             name: torch.empty((shape[0] // 2, *shape[1:]), dtype=DTYPES[dtype])
             for name, shape in shapes.items()
         }
-        gathers = dict.fromkeys(shapes, ParameterAllGather(TwoRanks(), index=0))
-        gathered = GatheredWeights(rows, shapes=shapes, gathers=gathers)
+        groups = dict.fromkeys(shapes, TwoRanks())
+        gathered = GatheredWeights(rows, shapes=shapes, groups=groups)
         assert memory.device.weights_bytes == total(rows.values()) + gathered.room_bytes
         sums = zero_gradients(rows)
-        scatters = dict.fromkeys(shapes, GradientReduceScatter(TwoRanks(), index=0))
-        formed = ShardedGradients(sums, shapes=shapes, scatters=scatters)
+        formed = ShardedGradients(sums, shapes=shapes, groups=groups)
         assert memory.device.gradients_bytes == total(sums.values()) + formed.room_bytes
     kept = evaluate_candidate(replace(candidate, zero=2)).memory
     assert [m.device.gradients_bytes for m in kept] == [

@@ -15,8 +15,7 @@ from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
-from sppo.parallel.gradient_reduce_scatter import GradientMessage
-from sppo.parallel.parameter_all_gather import ParameterAllGather
+from sppo.parallel.shard_messages import GradientMessage, ParameterMessage
 from sppo.planning.run_plan import plan_run, run_candidate
 from tests.make import make_run
 from tests.planning.cases import run_config
@@ -75,24 +74,22 @@ def executed_bytes(run, hardware):
     gathered, reduced = Counter(), Counter()
     parallel = run.parallel
     width = parallel.sequence_parallel_degree
-    begin, reduce = ParameterAllGather.begin, GradientMessage.reduce
+    begin, reduce = ParameterMessage.__init__, GradientMessage.reduce
 
     def place(group):
         return group.ranks[0] // width % parallel.pipeline_parallel_degree
 
-    def counted_begin(self, rows, shapes):
-        handle = begin(self, rows, shapes)
-        gathered[place(self._group)] += handle.size_bytes * (self.index == 0)
-        return handle
+    def counted_begin(self, group, rows, shapes):
+        begin(self, group, rows, shapes)
+        gathered[place(group)] += self.size_bytes * (group.rank() == 0)
 
     def counted_reduce(self):
-        scatter = self._scatter
-        reduced[place(scatter.group)] += self.size_bytes * (scatter.index == 0)
+        reduced[place(self._group)] += self.size_bytes * (self._group.rank() == 0)
         reduce(self)
 
     ranks = parallel.data_parallel_degree * parallel.pipeline_parallel_degree * width
     with (
-        mock.patch.object(ParameterAllGather, "begin", counted_begin),
+        mock.patch.object(ParameterMessage, "__init__", counted_begin),
         mock.patch.object(GradientMessage, "reduce", counted_reduce),
     ):
         run_emulated(execute, run, plan, ranks=ranks, seed=0)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from sppo.engine.attention.kv_store import KVStore
+from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.attention.prefix_attention import PrefixAttention
-from sppo.engine.attention.unit_kv import StoredKV
 from sppo.engine.unit import Run, TokenSpan
 from tests.engine.attention.test_kv_store import MODEL
 

@@ -4,12 +4,16 @@
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
 from unittest import mock
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS
+from sppo.cost.parameters import layer_shapes
 from sppo.engine.msp.shard import MspShard
 from sppo.engine.msp.shared_kv import SharedKV
 from tests.random_training.case import Shape
@@ -42,26 +46,35 @@ def test_units_of_the_pinned_cases_are_cut(name, tmp_path):
     assert {0, last} <= found <= {*range(leg.pp), *range(last - leg.pp + 1, last + 1)}
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 1), *exhaustive((1, 2, 1), (1, 3, 2))])
-def test_what_a_helper_holds_of_others(shape):
-    """Two layers' weights, or a stage's one, and one layer's K/V prefix with its gradient."""
-    _, pp, sp = shape
+@pytest.mark.parametrize(
+    "setting", [(4, 1, None), (2, 1, 4), *exhaustive((2, 1, None), (3, 2, None))], ids=str
+)
+def test_what_a_helper_holds_of_others(setting):
+    """Two layers' weights, or a stage's one, and one layer's K/V prefix with its gradient.
+
+    Of the prefix, it holds only the keys inside the window of the unit's first query.
+    """
+    pp, sp, window = setting
     layers = 1 if pp == 2 else 3
     cuts = TEN if sp == 1 else FIVE
-    one = case(KEYS_OF_TWO, layers * pp, pp=pp, sp=sp, schedule="sppo_msp", cuts=cuts)
-    element_bytes, tokens = 8, cuts[-1]
-    prefix_bytes = 2 * tokens * (2 // sp) * 6 * (element_bytes + element_bytes)
-    mesh = one.legs[0].mesh_shape(one.model.config())
+    keys = replace(KEYS_OF_TWO, window=window)
+    one = case(keys, layers * pp, pp=pp, sp=sp, schedule="sppo_msp", cuts=cuts)
+    element_bytes = 8
+    seen = max(end - max(0, start - (window or end) + 1) for start, end in pairwise(cuts))
+    prefix_bytes = 2 * seen * (2 // sp) * 6 * (element_bytes + element_bytes)
+    model = one.model.config()
+    layer_bytes = element_bytes * sum(map(prod, layer_shapes(model).values()))
+    mesh = one.legs[0].mesh_shape(model)
     helped = 0
     for rank, steps in enumerate(results_of(one)):
         own = mesh.coordinates(rank).pipeline
         for stage, held in steps[-1].shards_held.items():
             if stage == own:
-                assert held.prefix_bytes == held.layers == 0
+                assert held.kv_bytes == held.weights_bytes == 0
                 continue
-            assert held.layers <= min(BORROWED_LAYERS, layers)
-            assert held.prefix_bytes <= prefix_bytes
-            helped += held.layers > 0
+            assert held.weights_bytes <= min(BORROWED_LAYERS, layers) * layer_bytes
+            assert held.kv_bytes <= prefix_bytes
+            helped += held.weights_bytes > 0
     assert helped == pp * (pp - 1) * sp
 
 

@@ -1,14 +1,17 @@
 """ZeRO-3: weights gathered before each use, in float64 against the model on one process."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
+from sppo.engine.providers import gathered_weights
 from sppo.engine.providers.gathered_weights import GatheredWeights
-from sppo.parallel.data_parallel import rows_of
-from sppo.parallel.parameter_all_gather import ParameterAllGather
+from sppo.parallel.row_layout import rows_of
+from sppo.parallel.shard_messages import ParameterMessage
 from tests.engine.models import random_sequence, random_weights, tiny_model
 
 TIED = "tied, yarn, all biases"
@@ -21,11 +24,9 @@ def own_rows(weights, rank, count):
 
 
 def provider(rank, model, weights):
-    gather = ParameterAllGather(dist.group.WORLD, index=rank)
-    shapes = parameter_shapes(model)
-    return GatheredWeights(
-        own_rows(weights, rank, gather.count), shapes=shapes, gathers=dict.fromkeys(shapes, gather)
-    )
+    group, shapes = dist.group.WORLD, parameter_shapes(model)
+    rows = own_rows(weights, rank, group.size())
+    return GatheredWeights(rows, shapes=shapes, groups=dict.fromkeys(shapes, group))
 
 
 def evaluated(rank, cuts):
@@ -48,34 +49,27 @@ def test_evaluation_gathers_too(ranks):
             assert torch.equal(found, expected)
 
 
-class _Recorded(ParameterAllGather):
-    """Gathers of a group of one, written down."""
-
-    def __init__(self, group, log):
-        super().__init__(group, index=0)
-        self.log = log
-
-    def begin(self, rows, shapes):
-        self.log.append(next(iter(rows)))
-        return super().begin(rows, shapes)
-
-
-def walked(_rank):
+def walked(rank):
     """What is gathered when, as a stage walks up and down; a group of one does."""
     model = tiny_model(num_layers=3, vocab_size=8)
-    weights, log = random_weights(model), []
-    gathers = dict.fromkeys(weights, _Recorded(dist.group.WORLD, log))
-    provider = GatheredWeights(weights, shapes=parameter_shapes(model), gathers=gathers)
+    log = []
+
+    def recorded(group, rows, shapes):
+        log.append(next(iter(rows)))
+        return ParameterMessage(group, rows, shapes)
+
     visits = ["embedding", 0, 1, 2, 2, 1, 0]
-    provider.begin(iter(visits))
     seen = []
-    for part in visits:
-        held = provider.take(part)
-        seen.append((part, len(log)))
-        provider.release(part)
-        retained = bool(held)
-        seen.append(retained)
-    provider.begin(())
+    with mock.patch.object(gathered_weights, "ParameterMessage", recorded):
+        gathered = provider(rank, model, random_weights(model))
+        gathered.begin(iter(visits))
+        for part in visits:
+            held = gathered.take(part)
+            seen.append((part, len(log)))
+            gathered.release(part)
+            retained = bool(held)
+            seen.append(retained)
+        gathered.begin(())
     return seen, log
 
 
@@ -92,12 +86,10 @@ def test_weights_are_taken_as_announced(ranks):
         assert problem == "1 is taken where 0 was announced"
 
 
-def out_of_order(_rank):
+def out_of_order(rank):
     model = tiny_model(num_layers=2)
-    weights = random_weights(model)
-    gathers = dict.fromkeys(weights, ParameterAllGather(dist.group.WORLD, index=0))
-    provider = GatheredWeights(weights, shapes=parameter_shapes(model), gathers=gathers)
-    provider.begin([0, 1])
+    gathered = provider(rank, model, random_weights(model))
+    gathered.begin([0, 1])
     with pytest.raises(AssertionError) as caught:
-        provider.take(1)
+        gathered.take(1)
     return str(caught.value)

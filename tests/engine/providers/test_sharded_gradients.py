@@ -10,7 +10,7 @@ from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
 from sppo.engine.providers.gradients import gradients_of
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
-from sppo.parallel.gradient_reduce_scatter import GradientMessage, GradientReduceScatter
+from sppo.parallel.shard_messages import GradientMessage
 from tests.engine.models import random_weights, tiny_model
 from tests.random_training.pinned_cases import GQA, TWO, case
 from tests.random_training.training import results_of
@@ -48,15 +48,14 @@ def test_no_more_than_two_layers_or_the_largest_outer_part(vocab_size, which, ze
         assert result.peaks.gathered_bytes == (max(most) if zero == 3 else 0)
 
 
-def provider(rank, model, **options):
-    scatter = GradientReduceScatter(dist.group.WORLD, index=rank)
+def provider(model):
     shapes = parameter_shapes(model)
     shards = zero_gradients(random_weights(model))
-    scatters = dict.fromkeys(shapes, scatter)
-    return shards, ShardedGradients(shards, shapes=shapes, scatters=scatters, **options)
+    groups = dict.fromkeys(shapes, dist.group.WORLD)
+    return shards, ShardedGradients(shards, shapes=shapes, groups=groups)
 
 
-def walked(rank):
+def walked(_rank):
     """What is under way when, as a stage walks down; a group of one does."""
     model = tiny_model(num_layers=3, vocab_size=8)
     log = []
@@ -72,7 +71,7 @@ def walked(rank):
     GradientMessage.reduce = noted("begun", originals[0])
     GradientMessage.add_to = noted("added", originals[1])
     try:
-        shards, gradients = provider(rank, model)
+        shards, gradients = provider(model)
         for part in ("head", 2, 1, 0, "embedding"):
             with gradients_of(gradients, part) as totals:
                 log.append(("formed", part))
@@ -109,9 +108,9 @@ def test_a_part_is_on_its_way_while_the_next_is_formed(ranks):
     ]
 
 
-def failing(rank):
+def failing(_rank):
     """A use that ends with an error begins no reduction."""
-    _, gradients = provider(rank, tiny_model(num_layers=3))
+    _, gradients = provider(tiny_model(num_layers=3))
     with gradients_of(gradients, 2):
         pass
     with pytest.raises(RuntimeError, match="stop"), gradients_of(gradients, 1):

@@ -3,20 +3,29 @@
 Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from hypothesis import strategies as st
 
-from sppo.kernels.attention.call import AttentionCall, AttentionKernel
+
+@st.composite
+def spans(draw, longest):
+    """How many queries and keys, the window, and where documents begin."""
+    keys = draw(st.integers(1, longest))
+    starts = draw(st.sets(st.integers(1, keys - 1), max_size=6)) if keys > 1 else set()
+    return {
+        "num_queries": draw(st.integers(1, keys)),
+        "num_keys": keys,
+        "window": draw(st.none() | st.integers(1, keys + 3)),
+        "document_starts": (0, *sorted(starts)),
+    }
 
 
 class Definition:
     """Back end that materialises the whole score matrix."""
 
-    def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def forward(self, call):
         """(o_CND in q's dtype, lse_NC), computed in fp32 or better."""
         acc_dtype = torch.promote_types(call.q_CND.dtype, torch.float32)
         group = call.heads // call.kv_heads
@@ -35,16 +44,7 @@ class Definition:
         weights_NCT = (scores_NCT - lse_NC.unsqueeze(-1)).exp()
         return torch.einsum("nct,tnd->cnd", weights_NCT, v_TND).to(call.q_CND.dtype), lse_NC
 
-    def backward(
-        self,
-        call: AttentionCall,
-        do_CND: Tensor,
-        o_CND: Tensor,
-        lse_NC: Tensor,
-        *,
-        dk_TKD: Tensor,
-        dv_TKD: Tensor,
-    ) -> Tensor:
+    def backward(self, call, do_CND, o_CND, lse_NC, *, dk_TKD, dv_TKD):
         """dq_CND; adds to ``dk_TKD`` and ``dv_TKD``."""
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (call.q_CND, call.k_TKD, call.v_TKD))
@@ -55,9 +55,7 @@ class Definition:
         return dq
 
 
-def visible_pairs(
-    num_queries: int, num_keys: int, *, window: int | None, document_starts: tuple[int, ...]
-) -> Tensor:
+def visible_pairs(num_queries, num_keys, *, window, document_starts):
     """A boolean ``[C, T]``: whether each of the last C positions sees each key."""
     key = torch.arange(num_keys)
     query = key[num_keys - num_queries :].unsqueeze(1)
@@ -67,13 +65,13 @@ def visible_pairs(
     return visible if window is None else visible & (key > query - window)
 
 
-def exactly(call: AttentionCall) -> AttentionCall:
+def exactly(call):
     """The same call in float64 on the CPU."""
     q, k, v = (x.cpu().double() for x in (call.q_CND, call.k_TKD, call.v_TKD))
     return replace(call, q_CND=q, k_TKD=k, v_TKD=v)
 
 
-def computed(kernel: AttentionKernel, call: AttentionCall, do_CND: Tensor) -> dict[str, Tensor]:
+def computed(kernel, call, do_CND):
     """Outputs and gradients of a back end, by name."""
     o, lse = kernel.forward(call)
     acc_dtype = torch.promote_types(do_CND.dtype, torch.float32)

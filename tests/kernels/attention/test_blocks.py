@@ -13,35 +13,12 @@ from sppo.kernels.attention.blocks import (
     MAX_CAUSAL_TOKENS,
     BlockKind,
 )
+from tests.kernels.attention.reference import spans, visible_pairs
 from tests.tiers import examples
 
 
-@st.composite
-def spans(draw, longest=120):
-    num_keys = draw(st.integers(1, longest))
-    return {
-        "num_queries": draw(st.integers(1, num_keys)),
-        "num_keys": num_keys,
-        "window": draw(st.none() | st.integers(1, num_keys + 3)),
-        "document_starts": (
-            0,
-            *sorted(draw(st.sets(st.integers(1, num_keys - 1), max_size=6))),
-        )
-        if num_keys > 1
-        else (0,),
-    }
-
-
-def visible(num_queries, num_keys, window, document_starts):
-    """The definition, pair by pair: an oracle of its own."""
-    pairs = np.zeros((num_queries, num_keys), dtype=int)
-    for row in range(num_queries):
-        query = num_keys - num_queries + row
-        first = max(start for start in document_starts if start <= query)
-        if window is not None:
-            first = max(first, query - window + 1)
-        pairs[row, first : query + 1] = 1
-    return pairs
+def visible(span):
+    return visible_pairs(**span).numpy().astype(int)
 
 
 def pairs_of(block, num_queries, num_keys, window):
@@ -77,15 +54,15 @@ def blocks_with(tiles, span):
 
 
 @settings(deadline=None, max_examples=examples(150, all=400))
-@given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+@given(spans(120), st.tuples(st.integers(1, 40), st.integers(1, 40)))
 def test_every_visible_pair_is_covered_once(span, tiles):
     blocks = blocks_with(tiles, span)
     size = (span["num_queries"], span["num_keys"], span["window"])
-    assert np.array_equal(covered(blocks, *size), visible(*size, span["document_starts"]))
+    assert np.array_equal(covered(blocks, *size), visible(span))
 
 
 @settings(deadline=None, max_examples=examples(80, all=200))
-@given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+@given(spans(120), st.tuples(st.integers(1, 40), st.integers(1, 40)))
 def test_blocks_have_the_form_their_kind_promises(span, tiles):
     for block in blocks_with(tiles, span):
         assert block.num_queries >= 1
@@ -124,7 +101,7 @@ def test_a_window_wider_than_the_document_needs_no_mask():
 
 
 @settings(deadline=None, max_examples=examples(100, all=300))
-@given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(1, 30))
+@given(spans(120), st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(1, 30))
 def test_token_multiples_cover_the_same_pairs(span, tiles, multiple):
     """Beside the bands, what is not a multiple is small."""
     blocks = blocks_with(tiles, span)
@@ -133,7 +110,7 @@ def test_token_multiples_cover_the_same_pairs(span, tiles, multiple):
         parts = attention_blocks.cut_to_token_multiples.__wrapped__(
             blocks, multiple, window=span["window"]
         )
-    assert np.array_equal(covered(parts, *size), visible(*size, span["document_starts"]))
+    assert np.array_equal(covered(parts, *size), visible(span))
     for part in parts:
         whole = part.num_queries % multiple == part.num_keys % multiple == 0
         if part.kind is BlockKind.FULL:

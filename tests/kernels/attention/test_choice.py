@@ -62,26 +62,7 @@ def test_a_gpu_takes_the_first_that_works(gpu, caplog):
     assert "; flash_attn_3 is wrong; flash_attn_4 fails; cudnn fails" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("capability", "window", "chosen"),
-    [((9, 0), False, "cudnn"), ((9, 0), True, "torch_flash"), ((8, 0), False, "torch_flash")],
-)
-def test_cudnn_goes_before_flash_attn_2_on_hopper_alone(
-    gpu, monkeypatch, capability, window, chosen
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
-    assert chosen_name("auto", case(window=window)) == chosen
-
-
-def test_a_gpu_without_a_back_end_is_refused(gpu):
-    gpu.update(dict.fromkeys(CAPABILITIES, "fails"))
-    with pytest.raises(ValueError, match="no attention back end for cuda.*torch_blocks fails"):
-        chosen_name("auto", case())
-    gpu.pop("torch_blocks")
-    assert chosen_name("auto", case()) == "torch_blocks"
-
-
+@pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(
     ("capability", "options"),
     [
@@ -92,9 +73,39 @@ def test_a_gpu_without_a_back_end_is_refused(gpu):
         ((7, 5), {"dtype": torch.float16, "single_tokens": True}),
     ],
 )
-def test_plain_operations_compute_what_no_fast_kernel_takes(gpu, monkeypatch, capability, options):
+def test_plain_operations_compute_what_no_fast_kernel_takes(
+    gpu, monkeypatch, capability, options, installed
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention_choice, "is_installed", lambda module: installed)
     assert chosen_name("auto", case(**options)) == "torch_blocks"
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "chosen"),
+    [
+        ((9, 0), {}, "cudnn"),
+        ((9, 0), {"window": True}, "torch_flash"),
+        ((9, 0), {"single_tokens": True}, "torch_flash"),
+        ((8, 0), {}, "torch_flash"),
+    ],
+)
+def test_without_packages_cudnn_is_taken_on_hopper_alone(
+    gpu, monkeypatch, capability, options, chosen
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
+    assert chosen_name("auto", case(**options)) == chosen
+    with pytest.raises(ValueError, match="needs flash_attn_2_cuda, which is not installed"):
+        choose("flash_attn_2", case(**options))
+
+
+def test_a_gpu_without_a_back_end_is_refused(gpu):
+    gpu.update(dict.fromkeys(CAPABILITIES, "fails"))
+    with pytest.raises(ValueError, match="no attention back end for cuda.*torch_blocks fails"):
+        chosen_name("auto", case())
+    gpu.pop("torch_blocks")
+    assert chosen_name("auto", case()) == "torch_blocks"
 
 
 @pytest.mark.parametrize(
@@ -147,15 +158,6 @@ def test_cudnn_computes_spans_inside_one_document(gpu, monkeypatch, documents, c
     with pytest.raises(AttributeError):  # no kernel was loaded
         attention_forward(AttentionCall(q, k, k, document_starts=documents))
     assert taken == [chosen]
-
-
-def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):
-    monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
-    assert chosen_name("auto", case()) == "cudnn"
-    assert chosen_name("auto", case(single_tokens=True)) == "torch_flash"
-    assert chosen_name("auto", case(dtype=torch.float32)) == "torch_blocks"
-    with pytest.raises(ValueError, match="needs flash_attn_2_cuda, which is not installed"):
-        choose("flash_attn_2", case())
 
 
 def test_an_unknown_back_end_is_refused_with_the_known_ones():

@@ -20,7 +20,6 @@ from sppo.kernels.attention.interface import (
     may_have_single_tokens,
 )
 from tests.kernels.attention.reference import Definition, computed, exactly
-from tests.kernels.operands import poison_fresh_memory
 from tests.kernels.places import ATTENTION_PLACES, need_backend
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -40,6 +39,7 @@ GRADIENT_TOLERANCE = {**OUTPUT_TOLERANCE, torch.bfloat16: 3 * 2.0**-8, torch.flo
 TOLERANCES = {"o": OUTPUT_TOLERANCE, "lse": LSE_TOLERANCE}
 EXACT_BACKENDS = ("cpu_flash", "torch_blocks")
 GUARD = 5
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_poisoned")
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,6 @@ def _small_tiles(monkeypatch):
     yield
     attention_blocks.attention_blocks.cache_clear()
     may_have_single_tokens.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_is_poisoned(monkeypatch):
-    poison_fresh_memory(monkeypatch)
 
 
 def inside_nans(x, *, before=0):

@@ -1,7 +1,5 @@
 """Keys of more elements than 32 bits can count, on a GPU: fast back ends against torch_blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -17,28 +17,15 @@ from hypothesis import strategies as st
 from sppo.kernels.attention import rectangle_attention
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import KERNELS
-from sppo.kernels.attention.document_offsets import document_offsets
 from sppo.kernels.attention.rectangle_attention import RectangleAttention, joined, rectangles
-from tests.kernels.attention.reference import Definition, computed, visible_pairs
-
-
-@st.composite
-def spans(draw):
-    t = draw(st.integers(1, 60))
-    starts = draw(st.sets(st.integers(1, t - 1), max_size=4)) if t > 1 else set()
-    return {
-        "num_queries": draw(st.integers(1, t)),
-        "num_keys": t,
-        "window": draw(st.none() | st.integers(1, t + 2)),
-        "document_starts": (0, *sorted(starts)),
-        "max_keys": draw(st.none() | st.integers(1, t + 2)),
-    }
+from tests.kernels.attention.reference import Definition, computed, spans, visible_pairs
 
 
 @settings(deadline=None, max_examples=200)
-@given(spans())
-def test_rectangles_cover_every_visible_pair_once(span):
+@given(spans(60), st.none() | st.integers(1, 62))
+def test_rectangles_cover_every_visible_pair_once(span, max_keys):
     c, t = span["num_queries"], span["num_keys"]
+    span = {**span, "max_keys": max_keys}
     seen = torch.zeros(c, t, dtype=torch.int64)
     parts = list(rectangles(**span))
     assert_joined(parts, span)
@@ -344,14 +331,6 @@ def test_documents_of_a_span_take_one_call(max_keys, monkeypatch):
     kernel.backward(call, q, o, lse, dk_TKD=torch.zeros_like(k), dv_TKD=k.clone())
     before_the_span = 4 if max_keys == 16 else 0  # keys that the first document has there
     assert operators.calls == 2 + before_the_span
-
-
-def test_offsets_are_made_once_for_all_layers():
-    made = [document_offsets([3, 1], [7, 1], torch.device("cpu")) for _ in range(2)]
-    assert made[0] is made[1]
-    assert made[0].queries.tolist() == [0, 3, 4]
-    assert made[0].keys.tolist() == [0, 7, 8]
-    assert (made[0].most_queries, made[0].most_keys) == (3, 7)
 
 
 @pytest.mark.parametrize("case", ["plain", "documents"])

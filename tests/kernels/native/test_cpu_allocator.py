@@ -18,7 +18,7 @@ CHECKS = ("address,undefined", "thread")
 
 
 @pytest.fixture(scope="module")
-def library() -> Path:
+def library():
     """The pool of the present sources; without a compiler the test is skipped."""
     cxx_compiler()
     built = native_build.built()
@@ -26,7 +26,7 @@ def library() -> Path:
     return built
 
 
-def cxx_compiler() -> str:
+def cxx_compiler():
     """A C++ compiler; without one the test is skipped."""
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if found is None:
@@ -34,7 +34,7 @@ def cxx_compiler() -> str:
     return found
 
 
-def run(library: Path, code: str, **environment: str) -> str:
+def run(library, code, **environment):
     prologue = (
         "import torch\nfrom sppo.kernels.native import cpu_allocator\n"
         "MIB = 1 << 20\n"
@@ -101,7 +101,7 @@ assert allocator.memory().used_bytes == before
 
 
 @pytest.mark.exhaustive
-def test_tensors_from_before_and_through_numpy_and_resize(library):
+def test_tensors_go_through_numpy_a_resize_and_a_fork(library):
     code = """
 import numpy as np
 torch.set_num_threads(1)  # OpenMP does not survive a fork
@@ -115,12 +115,7 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
     assert pool.apply(torch.ones, (MIB,)).sum() == MIB
 print("ok")
 """
-    before = "import torch\nearlier = torch.ones(1 << 20)\n"
     assert run(library, code) == "ok\n"
-    done = subprocess.run(
-        [sys.executable, "-c", before + "del earlier"], capture_output=True, timeout=60
-    )
-    assert done.returncode == 0
 
 
 @pytest.mark.exhaustive

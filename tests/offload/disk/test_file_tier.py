@@ -1,8 +1,5 @@
 """File tier: bytes of any range come back, an orderly end, and clear errors of faulty disks."""
 
-from __future__ import annotations
-
-import ctypes
 import errno
 import gc
 import mmap
@@ -13,6 +10,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from sppo.offload.disk.disk_room import DiskRoom, disk_room, is_memory
 from sppo.offload.disk.file_tier import PIECE_BYTES, SECTOR_BYTES, BusyTime, FileTier
 from sppo.offload.worker_pool import WorkerPool, wait_for
 from sppo.units import GIB, KIB, MIB
+from tests.offload.test_arena import resident_pages
 
 SIZE = 20 * MIB + SECTOR_BYTES  # requests of all of it have three pieces
 ROOT = Path(__file__).parents[3]
@@ -42,7 +41,7 @@ def opened(request, tmp_path, monkeypatch, pool):
     if request.param == "buffered":
         monkeypatch.setattr(file_tier_module, "_pass_page_cache", lambda file: False)
 
-    def open_tier(size_bytes: int = SIZE) -> FileTier:
+    def open_tier(size_bytes=SIZE):
         tiers.append(FileTier(tmp_path, size_bytes, pool))
         return tiers[-1]
 
@@ -71,7 +70,7 @@ def disk(monkeypatch):
 class Gate:
     """A disk on which nothing moves until it is opened."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.open, self.asked = threading.Event(), threading.Event()
 
     def __call__(self, write, offset, transfer):
@@ -80,13 +79,13 @@ class Gate:
         return transfer()
 
 
-def some_bytes(size_bytes: int, seed: int = 0) -> np.ndarray:
+def some_bytes(size_bytes, seed=0):
     memory = np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
     memory[:] = np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
     return memory
 
 
-def nameless_files() -> set[str]:
+def nameless_files():
     """Of this process, by path below /proc."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
@@ -141,22 +140,13 @@ def test_the_space_is_taken_at_once_and_nothing_stays_in_the_page_cache(opened):
     view = mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)
     os.close(fd)
     # Next to nothing: what someone else holds at that moment cannot be dropped.
-    assert resident_pages(np.frombuffer(view, dtype=np.uint8)) * mmap.PAGESIZE < MIB
-
-
-def resident_pages(memory: np.ndarray) -> int:
-    found = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
-    address = ctypes.c_void_p(memory.ctypes.data)
-    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(memory)), found) == 0
-    return sum(byte & 1 for byte in found)
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    assert resident_pages(address, SIZE) * mmap.PAGESIZE < MIB
 
 
 def test_a_file_system_that_refuses_to_pass_the_page_cache(tmp_path, monkeypatch, pool):
     """At the flag, or only at the first transfer: the tier works through the page cache."""
-
-    def refusing(*_):
-        raise OSError(errno.EINVAL, "not here")
-
+    refusing = mock.Mock(side_effect=OSError(errno.EINVAL, "not here"))
     monkeypatch.setattr(file_tier_module.os, "pwritev", refusing)
     tier = FileTier(tmp_path, MIB, pool)
     monkeypatch.undo()
@@ -298,10 +288,7 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path, 
 
 def test_a_disk_that_fills_up_meanwhile_is_refused(tmp_path, monkeypatch, pool):
     """What the look at the disk allowed, and setting the space aside did not get."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "full")
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
     monkeypatch.setattr(file_tier_module.os, "posix_fallocate", full)
     before = nameless_files()
     with pytest.raises(OSError, match=r"does not fit: .* are free there") as caught:
@@ -378,7 +365,6 @@ print("ready", flush=True)
 def test_a_killed_process_leaves_nothing(tmp_path):
     words = [sys.executable, "-c", SCRIPT + "time.sleep(60)", tmp_path]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL

@@ -77,13 +77,15 @@ def test_a_record_comes_back(path):
     assert note.place() == "step 3, action 8 of 40 (0F3)"
 
 
-def test_long_words_are_cut_between_characters(path):
+def test_long_messages_are_cut(path):
     progress = RankProgress.create(path)
-    progress.note(step=0, position=0, action="x" * 47 + "é", num_actions=1)
-    progress.state("failed", message="m" * 5000)
+    progress.note(step=0, position=0, action="é", num_actions=1)
+    progress.state("failed", message="m\n" * 5000)
     note = read_progress(path)
-    assert note.action == "x" * 47
-    assert set(note.message) == {"m"}
+    assert note.action == "é"
+    assert set(note.message) == {"m", "\n"}
+    progress.state("done")
+    assert read_progress(path).message == ""
 
 
 def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from scipy import optimize
 
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
@@ -13,7 +12,6 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.data.samples.length_distributions import draw
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
-from sppo.planning.elastic import level_program
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.packing_search import PackingSearch
@@ -140,23 +138,6 @@ def test_many_small_subsequences_where_no_larger_ones_fit():
     found = tight.plan(lengths)
     assert found.evaluated.candidate.schedule == base.schedule
     assert found.step_s <= 1.02 * fastest_fixed_s(tight, lengths)
-
-
-def test_a_large_step_takes_few_small_programs(monkeypatch):
-    """512 samples on 8 pipeline ranks of 4 sequence-parallel ones, where memory is short."""
-    planned = planner(131072, model=LARGE, hardware="a100-40g", ranks=8, sequence_parallel=4)
-    windows = []
-
-    def linprog(cost, **given):
-        windows.append(given["A_ub"].shape[0])
-        return optimize.linprog(cost, **given)
-
-    monkeypatch.setattr(level_program, "linprog", linprog)
-    plan = planned.plan(draw("github", 512, seed=1, longest=131072))
-    placement = plan.evaluated.placement
-    assert placement.offloaded.any() or placement.recomputed.any()
-    assert 1 <= len(windows) <= 40
-    assert max(windows) < 300 < 2 * len(plan.evaluated.costs.forward_s[0])
 
 
 def run_planner(schedule, *, ranks=2, virtual=8):

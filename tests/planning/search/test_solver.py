@@ -37,7 +37,7 @@ def small(*, length="64Ki", nodes=1, **sections):
 
 
 @cache
-def answer(length="1Mi"):
+def answer(length):
     return solved(request(length=length))
 
 
@@ -59,7 +59,7 @@ def hardware_for_request():
 
 @pytest.mark.parametrize("length", default_of(PAPER, "1Mi"))
 def test_gpt_7b_on_32_gpus_is_shared_out_as_in_the_paper(length):
-    best = answer(length=length).best
+    best = answer(length).best
     assert best.degrees == Degrees(1, 4, 8)
     theirs = with_subsequences(best, PAPER[length])
     num_subsequences = len(best.candidate.lengths)
@@ -69,7 +69,7 @@ def test_gpt_7b_on_32_gpus_is_shared_out_as_in_the_paper(length):
 
 
 def test_time_over_the_number_of_pieces_is_u_shaped():
-    found = answer().by_num_subsequences
+    found = answer("1Mi").by_num_subsequences
     steps = [evaluated.step_s for evaluated in found]
     least = steps.index(min(steps))
     assert [len(evaluated.candidate.lengths) for evaluated in found] == sorted(
@@ -164,7 +164,7 @@ def test_a_better_machine_is_not_slower(asked, what, factor):
 
 
 def test_what_wins_was_simulated_and_the_closed_form_said_so():
-    solution = answer()
+    solution = answer("1Mi")
     assert solution.best.simulated is not None
     for evaluated in (solution.best, *solution.runners_up):
         if evaluated.candidate.schedule == "sppo":
@@ -172,7 +172,7 @@ def test_what_wins_was_simulated_and_the_closed_form_said_so():
 
 
 def test_every_way_to_share_out_the_devices_is_answered_for():
-    solution = answer()
+    solution = answer("1Mi")
     chosen = {evaluated.degrees for evaluated in (solution.best, *solution.runners_up)}
     rejected = {rejection.degrees for rejection in solution.rejected}
     assert not chosen & rejected
@@ -184,7 +184,9 @@ def test_every_way_to_share_out_the_devices_is_answered_for():
 
 
 def test_what_cannot_fit_lacks_at_least_the_bound():
-    divisions, _ = divide(request(), hardware=hardware_for_request())
+    divisions, _ = divide(
+        request(length="256Ki", nodes=1), hardware=hardware_for(request(nodes=1).hardware)
+    )
     lacking = [division for division in divisions if not division.fits]
     bounds = [(one, bound) for one in lacking if (bound := one.least_rejection()) is not None]
     assert bounds

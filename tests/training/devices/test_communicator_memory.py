@@ -1,13 +1,12 @@
 """Memory of communicators on a fake device, of which every new group takes some."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh
@@ -24,8 +23,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def connected(monkeypatch):
     """The groups of a rank that are connected for each way of messages, by (members, purpose)."""
-    found: set[tuple[tuple[int, ...], str]] = set()
-    ways: dict[tuple[tuple[int, ...], str], set[str]] = {}
+    found = set()
+    ways = {}
 
     def add(way, group):
         """NCCL connects a group for trees, rings and NVLS when a message first takes them."""
@@ -59,7 +58,7 @@ def connect(connected, *, communicators_bytes, beside_bytes):
         }
     )
     mesh = Mesh(MeshShape(2, 3, 2), rank=1, timeout_s=1.0, device=CPU)
-    mesh.connect(ties_ends=True, cuts_units=True).send_first_messages()
+    mesh.connect(CommunicatorUse(ties_ends=True, cuts_units=True)).send_first_messages()
     MspLinks(mesh, device=CPU).connect([(0, 1), (0, 2)])
     taken = len(connected) * EACH
     check_communicators(taken, left_bytes=FREE - taken, planned=planned)

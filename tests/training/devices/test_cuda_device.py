@@ -1,7 +1,5 @@
 """GPU as the device of a rank: chosen, filled, measured, and synchronized only if necessary."""
 
-from __future__ import annotations
-
 import json
 import os
 from types import SimpleNamespace
@@ -36,9 +34,8 @@ from sppo.training.devices.cuda_device import (
     prepare_cuda,
 )
 from sppo.training.devices.device import check_devices, choose_device, device_kind
-from sppo.training.preflight import preflight
+from sppo.training.preflight import check_trainable, preflight
 from sppo.training.run_checkpoints import RunCheckpoints
-from sppo.training.start import check_kind
 from sppo.training.trainer import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
@@ -206,9 +203,7 @@ IN_HOST_MEMORY = {
 
 @pytest.mark.parametrize("which", IN_HOST_MEMORY)
 def test_a_run_that_fails_unlocks_what_it_locked(work, which, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("at odds")
-
+    fail = mock.Mock(side_effect=OSError("at odds"))
     run = run_of(work, **IN_HOST_MEMORY[which])
     for owner, name in (
         (Stage, "forward"),
@@ -360,7 +355,8 @@ def test_every_communicator_of_a_plan_is_counted(work):
         preflight(job_beside(run, local_ranks=3, device=device))
     shape, use = checked.call_args.args
     assert shape.pipeline_parallel == 3
-    assert (use.ranges, use.offloads) == ([(0, 1), (0, 2), (1, 2)], True)
+    assert use.ranges == [(0, 1), (0, 2), (1, 2)]
+    assert checked.call_args.kwargs == {"num_lanes": 1}
 
 
 def test_the_machines_of_a_run_are_as_many_as_its_ranks_fill(work):
@@ -382,10 +378,10 @@ def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
 
 def test_a_plan_of_a_cpu_is_not_for_a_gpu(work):
     succeed("solve", "run.yaml", "hardware.preset=laptop-cpu", "-o", "cpu.json")
-    plan = read_plan(work / "cpu.json")
-    check_kind(plan, kind="cpu", source="cpu.json")
+    run, plan = load_run("run.yaml"), read_plan(work / "cpu.json")
+    check_trainable(run, plan, kind="cpu")
     with pytest.raises(ValueError, match="laptop-cpu, and this run is trained on a GPU"):
-        check_kind(plan, kind="cuda", source="cpu.json")
+        check_trainable(run, plan, kind="cuda")
 
 
 # Clocks

@@ -1,7 +1,5 @@
 """Degrees that a run file leaves out: chosen for the devices of the machine, or the ranks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -87,7 +85,7 @@ def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatc
     run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
     console = Console(record=True, width=200)
     monkeypatch.setattr(devices, "with_chosen_degrees", _pipeline_of_two)
-    ready = prepare_run(run, None, source="", console=console)
+    ready = prepare_run(run, None, console=console)
     assert ready.starts_ranks
     assert ready.run.parallel.pipeline_parallel_degree == 2
     assert "degrees   pipeline 2, chosen for 4 devices" in console.export_text()

@@ -1,7 +1,5 @@
 """Runs on GPUs: against a CPU on a real GPU, and on several ranks of a fake CUDA runtime."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from unittest import mock

@@ -4,8 +4,6 @@ Layers have a sliding window, so that time grows linearly and a sequence takes m
 all keys and values are stored nevertheless.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Rank whose device may not answer: it reports the failure first, then exits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

@@ -3,8 +3,6 @@
 Each run is compared with one that keeps everything on the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from functools import cache

@@ -1,21 +1,21 @@
-"""Memory that a process may use, under all limits together."""
+"""Memory that a process may use, under all limits together, and what it takes."""
 
-from __future__ import annotations
-
+import mmap
 import resource
 from unittest import mock
 
 import psutil
 import pytest
 
+from sppo.kernels.native import process_memory
 from sppo.kernels.native.machine_memory import (
     MemoryRoom,
     address_room,
     check_room_for_libraries,
     memory_room,
 )
-
-GIB = 1 << 30
+from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+from sppo.units import GIB, MIB
 
 
 def test_the_room_is_the_least_of_all():
@@ -64,3 +64,26 @@ def test_libraries_that_do_not_fit_are_refused():
             pytest.raises(MemoryError, match=said),
         ):
             check_room_for_libraries(processes=3)
+
+
+def touch(size):
+    """That many bytes of resident memory for a moment."""
+    with mmap.mmap(-1, size) as block:
+        block.write(b"x" * size)
+
+
+def test_the_peak_stays_until_it_is_reset():
+    reset_peak()
+    touch(64 * MIB)
+    high = peak_resident_bytes()
+    assert high >= resident_bytes() + 60 * MIB
+    assert peak_resident_bytes() >= high
+    reset_peak()
+    assert peak_resident_bytes() <= high - 50 * MIB
+
+
+def test_a_system_that_cannot_reset_is_no_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(process_memory, "_CLEAR", tmp_path / "no/clear_refs")
+    monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "no/status")
+    reset_peak()
+    assert peak_resident_bytes() > MIB

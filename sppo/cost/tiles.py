@@ -1,9 +1,10 @@
-"""Size of the tiles of tokens on which the vocabulary projection and the loss work.
+"""Sizes of the tiles on which the vocabulary projection, the loss and weight gradients work.
 
-Every tile reads the projection and reads and writes its fp32 gradient, ``V x E`` each. On a GPU a
-tile of t tokens must be long enough for its products to take longer than this traffic: 6 E V t
-FLOPs over 12 E V bytes are t / 2 FLOPs per byte, and 200 to 300 FLOPs take as long as one byte. A
-CPU needs far shorter tiles, which also save memory.
+Every tile of tokens reads the vocabulary projection and reads and writes its fp32 gradient,
+``V x E`` each. On a GPU a tile of t tokens must be long enough for its products to take longer than
+this traffic: 6 E V t FLOPs over 12 E V bytes are t / 2 FLOPs per byte, and 200 to 300 FLOPs take as
+long as one byte. A CPU needs far shorter tiles, which also save memory. It adds weight gradients in
+half precision to their fp32 sums in tiles of rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ PRODUCT_TOKENS = {"cpu": 1, "cuda": 256}
 """Multiple to which the tokens of a tile are rounded down, by kind of device, if there are as many.
 
 GPU products work on 128 or 256 rows at a time, and partly filled rows take as long as full ones."""
+PRODUCT_TILE_BYTES = 2 * MIB
+"""Upper bound of the bytes of one tile of a weight gradient, unless the tile then has too few rows
+to be fast."""
+LEAST_PRODUCT_ROWS = 256
 
 
 def tile_tokens(
@@ -34,3 +39,8 @@ def tile_tokens(
     bound = LOGITS_TILE_BYTES[device] if tile_bytes is None else tile_bytes
     tokens, multiple = bound // (element_bytes * vocab_size), PRODUCT_TOKENS[device]
     return max(LEAST_TILE_TOKENS, tokens - tokens % multiple if tokens >= multiple else tokens)
+
+
+def product_rows(width: int, *, element_bytes: int) -> int:
+    """Return the rows of ``width`` elements that one tile of a weight gradient has."""
+    return max(LEAST_PRODUCT_ROWS, PRODUCT_TILE_BYTES // (element_bytes * width))

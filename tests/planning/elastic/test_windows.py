@@ -1,16 +1,13 @@
-"""Integer program of levels against all possible choices, and its windows."""
+"""Windows hold what is in flight, and a diagonal's units run at the same time."""
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import sparse
 
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.planning.elastic.level_program import LevelProgram, solve
 from sppo.planning.elastic.windows import rank_windows
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.generate import generate
@@ -18,45 +15,6 @@ from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.elastic.test_step_plan import packed_candidates
 from tests.tiers import examples
-
-
-@st.composite
-def programs(draw):
-    """Few diagonals and levels; windows of some diagonals, from ample to too small."""
-    diagonals, levels = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    cost = random.random((diagonals, levels)).cumsum(axis=1)
-    cost[:, 0] *= draw(st.sampled_from([0.0, 1.0]))
-    taken = random.random((diagonals, levels))
-    windows = draw(st.integers(1, 6))
-    holds = random.random((windows, diagonals)) < 0.6
-    used = (holds[:, :, None] * taken).reshape(windows, -1)
-    most = (holds * taken.max(axis=1)).sum(axis=1)
-    room = most * draw(st.floats(0.1, 1.1)) + 1e-3
-    return LevelProgram(cost, sparse.csr_array(used), room)
-
-
-def best_of_all(program):
-    """Least that any choice of levels adds; None where none fits."""
-    diagonals, levels = program.cost.shape
-    choices = (np.array(choice) for choice in product(range(levels), repeat=diagonals))
-    return min((program.added(choice) for choice in choices if program.fits(choice)), default=None)
-
-
-@settings(max_examples=examples(40, all=600))
-@given(programs())
-def test_what_is_found_fits_adds_no_less_than_possible_and_is_the_same_twice(program):
-    best = best_of_all(program)
-    found, other = solve(program), solve(program)
-    if found is None:
-        assert other is None
-        return
-    assert found.tolist() == other.tolist()
-    assert program.fits(found)
-    added = program.added(found)
-    assert added >= best - 1e-9
-    assert solve(program, below=0.0) is None
-    assert solve(program, below=added + 1e-9).tolist() == found.tolist()
 
 
 @settings(max_examples=examples(20, all=300))
