@@ -251,19 +251,25 @@ def _device_of_documents(device: DeviceSpec) -> DeviceSpec:
 
 
 def degrees_to_try(
-    run: RunConfig, *, hardware: HardwareSpec, samples: int | None = None
+    run: RunConfig,
+    *,
+    hardware: HardwareSpec,
+    samples: int | None = None,
+    across_nodes: bool = False,
 ) -> tuple[list[Degrees], list[Refusal]]:
     """Return the divisions of the machine that the run allows, and those that cannot work.
 
     Sequence parallelism stays inside a node unless the run asks for more, because every layer waits
-    for its exchanges. Devices may stay unused if the model has too few layers, or a step too few
-    sequences.
+    for its exchanges; but nothing else divides the working set of the longest sequences. Devices
+    may stay unused if the model has too few layers, or a step too few sequences.
 
     Args:
         run: Validated run configuration.
         hardware: Description of the machine.
         samples: Fewest samples of a step, for runs of samples: at most this many replicas share
             them. None for runs of sequences, which replicas share evenly.
+        across_nodes: Return the divisions with sequence parallelism over several nodes instead, if
+            the run leaves its degree open.
 
     Raises:
         ValueError: The degrees of the run need more devices than the machine has, or the run asks
@@ -283,7 +289,7 @@ def degrees_to_try(
             "hardware.nodes"
         )
     possible, refused = [], []
-    for sequence in _sequence_degrees(hardware, fixed=fixed):
+    for sequence in _sequence_degrees(hardware, fixed=fixed, across_nodes=across_nodes):
         for pipeline in _pipeline_degrees(run, room=total // sequence, fixed=fixed):
             room = total // sequence // pipeline
             data = _data_degree(run, room=room, fixed=fixed, samples=samples)
@@ -297,7 +303,7 @@ def degrees_to_try(
         problems = {degrees: multiplexed_problem(run, degrees=degrees) for degrees in possible}
         possible = [degrees for degrees, reason in problems.items() if reason is None]
         refused += [Refusal(degrees, reason) for degrees, reason in problems.items() if reason]
-        if problems and not possible:
+        if problems and not possible and not across_nodes:
             most_stages = max(problems, key=lambda degrees: degrees.pipeline_parallel)
             raise ValueError(problems[most_stages])
     return possible, refused
@@ -424,10 +430,15 @@ def cut_sequence(
     return lengths_of(cuts)
 
 
-def _sequence_degrees(hardware: HardwareSpec, *, fixed: dict[str, int]) -> list[int]:
+def _sequence_degrees(
+    hardware: HardwareSpec, *, fixed: dict[str, int], across_nodes: bool
+) -> list[int]:
+    node = hardware.node.num_devices
     if "sequence_parallel_degree" in fixed:
-        return [fixed["sequence_parallel_degree"]]
-    return [*divisors(hardware.node.num_devices)]
+        return [] if across_nodes else [fixed["sequence_parallel_degree"]]
+    if across_nodes:
+        return [node * nodes for nodes in divisors(hardware.num_nodes)[1:]]
+    return [*divisors(node)]
 
 
 def _pipeline_degrees(run: RunConfig, *, room: int, fixed: dict[str, int]) -> list[int]:

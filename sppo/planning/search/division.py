@@ -300,13 +300,20 @@ class Division:
         return self._evaluated[candidate]
 
 
-def divide(run: RunConfig, *, hardware: HardwareSpec) -> tuple[list[Division], list[Rejection]]:
+def divide(
+    run: RunConfig, *, hardware: HardwareSpec, across_nodes: bool = False
+) -> tuple[list[Division], list[Rejection]]:
     """Return the divisions of the machine that the run allows, and those that cannot work.
+
+    Args:
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        across_nodes: Return the divisions with sequence parallelism over several nodes instead.
 
     Raises:
         ValueError: See :func:`sppo.planning.search.choices.degrees_to_try`.
     """
-    possible, refused = degrees_to_try(run, hardware=hardware)
+    possible, refused = degrees_to_try(run, hardware=hardware, across_nodes=across_nodes)
     rejected = [Rejection(refusal.degrees, refusal.reason) for refusal in refused]
     divisions = []
     for degrees in possible:

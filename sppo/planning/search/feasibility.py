@@ -21,7 +21,11 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
 
 def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
     """Return whether any division of the devices fits, with the tiers that the run names."""
-    divisions, _ = divide(run, hardware=hardware)
+    divisions = [
+        division
+        for across_nodes in (False, True)
+        for division in divide(run, hardware=hardware, across_nodes=across_nodes)[0]
+    ]
     # Most devices first; of equals, those that also shard the running layer most.
     divisions.sort(
         key=lambda one: (one.degrees.num_devices, one.degrees.sequence_parallel), reverse=True

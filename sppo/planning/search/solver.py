@@ -128,28 +128,42 @@ class _Search:
 def _search(run: RunConfig, *, hardware: HardwareSpec, count: int, below: float = inf) -> _Search:
     """Search the fastest divisions of the devices, in the nearest tiers in which any fits.
 
+    Sequence parallelism over several nodes is only tried if nothing fits without it.
+
     Args:
         run: Validated run configuration.
         hardware: Description of the machine.
         count: Number of divisions to find that fit.
         below: Step time in seconds; surely slower divisions are not searched.
     """
-    for attempt in runs_by_tiers(run, hardware=hardware):
-        divisions, refused = divide(attempt, hardware=hardware)
-        found = _Search([], [], [], refused)
-        for division in sorted(divisions, key=lambda one: one.plain_s):
-            fastest_s = min((leader.step_s for leader in found.leaders), default=inf)
-            if division.bound_s > (fastest_s if len(found.leaders) >= count else below):
-                found.slower.append(division)
-                continue
-            found.searched.append(division)
-            best = division.best(below=fastest_s)
-            if best.shortfall is None:
-                found.leaders.append(best)
-            else:
-                found.rejected.append(rejection_of(best))
-        if found.leaders:
-            break
+    inside: list[Rejection] = []
+    for across_nodes in (False, True):
+        for attempt in runs_by_tiers(run, hardware=hardware):
+            divisions, refused = divide(attempt, hardware=hardware, across_nodes=across_nodes)
+            found = _search_divisions(divisions, count=count, below=below)
+            found.rejected[:0] = [*inside, *refused]
+            if found.leaders:
+                return found
+        if found.slower:
+            return found
+        inside = found.rejected
+    return found
+
+
+def _search_divisions(divisions: Sequence[Division], *, count: int, below: float) -> _Search:
+    """Search the fastest of some divisions, those with the least lower bound first."""
+    found = _Search([], [], [], [])
+    for division in sorted(divisions, key=lambda one: one.plain_s):
+        fastest_s = min((leader.step_s for leader in found.leaders), default=inf)
+        if division.bound_s > (fastest_s if len(found.leaders) >= count else below):
+            found.slower.append(division)
+            continue
+        found.searched.append(division)
+        best = division.best(below=fastest_s)
+        if best.shortfall is None:
+            found.leaders.append(best)
+        else:
+            found.rejected.append(rejection_of(best))
     found.leaders.sort(key=_rank)
     return found
 

@@ -134,6 +134,20 @@ def test_the_longest_sequence_in_more_subsequences_than_1ki():
     assert not fits_at_all(with_length(run, longest + KIB), one)
 
 
+def test_sequence_parallelism_spans_nodes_only_if_nothing_fits_inside():
+    keys = {"schedule": "sppo", "virtual_stages": 1, "pipeline_parallel_degree": 1}
+    model = {"preset": "llama-3.2-1b", "num_layers": 4}
+    run = run_of(model=model, length=64 * KIB, parallel=keys, activations={"policy": "retain"})
+    two = replace(machine(NODE, num_devices=2, reserved_bytes=0), num_nodes=2)
+    inside = quick_best(run, two)
+    assert inside.degrees.sequence_parallel == 2
+    small = machine(two, memory_bytes=inside.device_peak_bytes * 3 // 4)
+    across = quick_best(run, small)
+    assert across.degrees.sequence_parallel == 4
+    assert fits_at_all(run, small)
+    assert not fits_at_all(run, replace(small, num_nodes=1))
+
+
 def test_fewer_subsequences_fit_where_host_memory_grows_with_their_number():
     """The last subsequence is not offloaded: with many, more of the others is in host memory."""
     run = run_config(
