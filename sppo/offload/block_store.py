@@ -30,10 +30,11 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.cpu_lane import CpuLane
 from sppo.offload.held_bytes import HeldBytes
 from sppo.offload.integrity import Checksums, NoChecksums
-from sppo.offload.lane import Event, Lane
+from sppo.offload.lane import Lane
 from sppo.offload.retained import RetainedTensors, TensorStack, copied, on_its_own
 from sppo.offload.return_queue import ReturnQueue
 from sppo.offload.tiers import Slot, Slots, pack, tier_of
+from sppo.offload.worker_pool import Event
 
 _NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
 

@@ -31,7 +31,8 @@ from sppo.activations.activation_layout import (
     packed_offsets,
 )
 from sppo.activations.tensor_classes import CLASSES, class_of
-from sppo.offload.lane import Copy, Event, Lane
+from sppo.offload.lane import Copy, Lane
+from sppo.offload.worker_pool import Event
 
 
 class Slot:
