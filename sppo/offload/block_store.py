@@ -198,14 +198,12 @@ class BlockStore:
         if not self._lane.drain():
             return False
         self._retained.clear()
-        self._tier.clear()
-        self._ring.clear()
         self._in_use.clear()
         self._sources.clear()
         self._out_bytes.clear()
         self._back_bytes.clear()
         self._checksums.clear()
-        self._begin(self._schedule)
+        self._begin(_NOTHING)  # the next step gets empty slots
         return True
 
     def take_report(self) -> CopyReport:

@@ -82,10 +82,6 @@ class Slots:
         self._taken += 1
         return slot
 
-    def clear(self) -> None:
-        """Empty all slots, whose copies have ended."""
-        self._slots = [Slot(slot.data) for slot in self._slots]
-
     def release(self) -> None:
         """Drop the memory and its slots."""
         self.data, self._slots = torch.empty(0, dtype=torch.uint8), []
@@ -165,7 +161,7 @@ class HostTier:
         self.host.reserve(self._host_bytes(schedule), partial(self._lane.host_memory, "blocks"))
 
     def reserve(self, schedule: OffloadSchedule) -> None:
-        """Reserve host memory and file of a step, between steps.
+        """Reserve host memory and file of a step, once no copy is in flight.
 
         Raises:
             MemoryError: The host lacks memory.
@@ -197,10 +193,6 @@ class HostTier:
     def finish(self, block: Block) -> None:
         """Enqueue the last copy of a block that is being fetched."""
 
-    def clear(self) -> None:
-        """Forget the copies of a failed step, which have ended."""
-        self.host.clear()
-
     def _host_bytes(self, schedule: OffloadSchedule) -> int:
         return schedule.tier_bytes
 
@@ -225,7 +217,8 @@ class DiskTier(HostTier):
         self._reads: deque[tuple[Block, Slot, Event]] = deque()
 
     def reserve(self, schedule: OffloadSchedule) -> None:
-        """Reserve staging slots and file of a step, between steps."""
+        """Reserve staging slots and file of a step, once no copy is in flight."""
+        self._reads.clear()  # of a failed step
         if schedule.tier_bytes > self.disk_bytes:
             self.disk_bytes = 0
             self._lane.open_file(self._directory, schedule.tier_bytes)
@@ -266,11 +259,6 @@ class DiskTier(HostTier):
         """Copy a block back, if that is still to do; it is the first of those being fetched."""
         if self._reads and self._reads[0][0] is block:
             self._copy_back()
-
-    def clear(self) -> None:
-        """Forget the copies of a failed step, which have ended."""
-        super().clear()
-        self._reads.clear()
 
     def _host_bytes(self, schedule: OffloadSchedule) -> int:
         return schedule.staging_slots * schedule.largest_bytes
