@@ -31,7 +31,8 @@ from sppo.kernels.linear import linear
 from sppo.offload.cpu_lane import CpuLane
 from sppo.offload.cuda_lane import CudaLane
 from sppo.offload.disk.file_tier import whole_sectors
-from sppo.offload.lane import Event, Lane
+from sppo.offload.lane import Lane
+from sppo.offload.worker_pool import Event
 from sppo.units import GIB, format_duration
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.disk.disk_lane import DiskLane
-from sppo.offload.lane import Copy, Event
-from sppo.offload.worker_pool import WorkerPool, wait_for
+from sppo.offload.lane import Copy, Lane
+from sppo.offload.worker_pool import Event, WorkerPool, wait_for
 
 
-class CpuLane(DiskLane):
+class CpuLane(Lane):
     """:class:`sppo.offload.lane.Lane` of a CPU."""
 
     reads_to_device = True

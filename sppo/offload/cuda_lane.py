@@ -25,11 +25,10 @@ from torch import Tensor
 
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.device_wait import wait_with_timeout
-from sppo.offload.disk.disk_lane import DiskLane
-from sppo.offload.lane import Copy, Event
+from sppo.offload.lane import Copy, Lane
 from sppo.offload.locked_arena import LockedArena
 from sppo.offload.page_lock import PIECE_BYTES, spans
-from sppo.offload.worker_pool import wait_for
+from sppo.offload.worker_pool import Event, wait_for
 
 _cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 
@@ -49,7 +48,7 @@ class StreamEvent:
         self.event.synchronize()
 
 
-class CudaLane(DiskLane):
+class CudaLane(Lane):
     """:class:`sppo.offload.lane.Lane` of one CUDA device.
 
     Args:

@@ -15,16 +15,45 @@ class CorruptActivationError(RuntimeError):
     """An offloaded tensor was altered before it returned."""
 
 
-class Checksums:
+POISON = 0xFF
+"""Byte to fill released memory with: NaN in every floating dtype."""
+
+
+class NoChecksums:
+    """Checks of offloaded tensors that check nothing."""
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+
+    def note(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
+        """Note tensors that are offloaded under ``key``."""
+
+    def check(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
+        """Check tensors of ``key`` that have returned."""
+
+    def overwrite(self, data: Tensor) -> None:
+        """Overwrite memory after its use."""
+
+    def clear(self) -> None:
+        """Drop all notes after a failed step."""
+
+
+class Checksums(NoChecksums):
     """CRC-32 of every offloaded tensor, over its step, key and name, and its bytes."""
 
     def __init__(self) -> None:
+        self._step = 0
         self._sums: dict[ActivationKey, tuple[int, dict[str, int]]] = {}
 
-    def note(self, key: ActivationKey, tensors: Mapping[str, Tensor], *, step: int) -> None:
+    def begin_step(self) -> None:
+        """Count a step."""
+        self._step += 1
+
+    def note(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
         """Record the checksums of tensors that are offloaded under ``key``."""
-        sums = {name: checksum(tensor, tag=(step, *key, name)) for name, tensor in tensors.items()}
-        self._sums[key] = step, sums
+        tag = (self._step, *key)
+        sums = {name: checksum(tensor, tag=(*tag, name)) for name, tensor in tensors.items()}
+        self._sums[key] = self._step, sums
 
     def check(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
         """Compare returned tensors of ``key`` with their recorded checksums.
@@ -42,6 +71,10 @@ class Checksums:
                     f"with {wanted:08x}: the memory or the disk behind activations.tier is faulty, "
                     "or an ordering of copies is missing; please report it"
                 )
+
+    def overwrite(self, data: Tensor) -> None:
+        """Overwrite memory, so that a late reader gets NaN."""
+        data.fill_(POISON)
 
     def clear(self) -> None:
         """Drop all checksums after a failed step."""

@@ -17,12 +17,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from itertools import cycle
 from queue import SimpleQueue
-
-from sppo.offload.lane import Event
+from typing import Protocol
 
 THREADS = 4
 """Threads of a pool: pieces that a disk serves at once."""
 _CANCELLED = "left out: the step failed"
+
+
+class Event(Protocol):
+    """Point in the copies, or in compute, that is reached once; futures are events."""
+
+    def done(self) -> bool:
+        """Return, without waiting, whether the event has been reached."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Wait for the event; return the error of its work, None if there was none."""
+        ...
 
 
 class WorkerPool:

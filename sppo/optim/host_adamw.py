@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
-from sppo.offload.lane import Event, Lane
-from sppo.offload.worker_pool import wait_for
+from sppo.offload.lane import Lane
+from sppo.offload.worker_pool import Event, wait_for
 from sppo.optim.adamw import checkpoint_state, take_over
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows, RowPart

@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from sppo.offload.disk.file_tier import BusyTime
-from sppo.offload.lane import Event
-from sppo.offload.worker_pool import wait_for
+from sppo.offload.worker_pool import Event, wait_for
 from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Worker
 from tests.dry_run.tensor_functions import HostBytes

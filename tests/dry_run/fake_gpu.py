@@ -23,8 +23,7 @@ from sppo.kernels import fused
 from sppo.kernels.attention import document_offsets, interface
 from sppo.kernels.attention.call import AttentionKernel
 from sppo.model import rope
-from sppo.offload import cuda_lane
-from sppo.offload.disk import disk_lane
+from sppo.offload import cuda_lane, lane
 from sppo.optim import optimizer_rows
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.training import state
@@ -144,8 +143,8 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
 
     replaced = (
         (cuda_lane.CudaLane, "host_memory", host_memory),
-        (disk_lane, "WorkerPool", partial(InlinePool, runtime=recorder.runtime)),
-        (disk_lane, "FileTier", partial(FakeFile, recorder=recorder)),
+        (lane, "WorkerPool", partial(InlinePool, runtime=recorder.runtime)),
+        (lane, "FileTier", partial(FakeFile, recorder=recorder)),
         (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
         (state, "generate_weights_ahead", empty_weights),

@@ -348,7 +348,7 @@ def bring_back(lane, *, kind, lag, interleaved, directory):
     store = BlockStore(lane, disk=directory if kind == "disk" else None, source_lag=lag, debug=True)
     for step in range(3):
         run_step(store, interleaved=interleaved, step=step)
-    assert not store._copied
+    assert not store._sources
     report = store.take_report()
     assert report.out_bytes == report.back_bytes
     assert report.out_s > 0 < report.back_s

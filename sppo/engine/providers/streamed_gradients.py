@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sppo.engine.providers.streamed_tensors import StreamedTensors
-from sppo.offload.lane import Event, Lane
-from sppo.offload.worker_pool import wait_for
+from sppo.offload.lane import Lane
+from sppo.offload.worker_pool import Event, wait_for
 
 
 class StreamedGradients(StreamedTensors):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from sppo.offload.lane import Event, Lane
+from sppo.offload.lane import Lane
+from sppo.offload.worker_pool import Event
 
 
 class StreamedTensors(Mapping[str, Tensor]):

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.offload.disk.disk_room import disk_room, is_memory
-from sppo.offload.lane import Event
-from sppo.offload.worker_pool import WorkerPool
+from sppo.offload.worker_pool import Event, WorkerPool
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import MIB, format_bytes
 
