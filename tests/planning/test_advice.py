@@ -77,7 +77,7 @@ def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
 
 
 def test_the_smallest_cluster_is_the_smallest():
-    run, hardware, advice = too_long("160Ki", memory_gib=4, host_gib=2)
+    run, hardware, advice = too_long("160Ki", memory_gib=3, host_gib=1)
     change = next(change for change in advice if change.startswith("hardware.nodes="))
     nodes = int(change.partition("=")[2])
     assert nodes > 2
