@@ -30,7 +30,7 @@ from sppo.schedule.actions import UnitKey
 
 
 class Ends(Protocol):
-    """What comes before the first layer and after the last one."""
+    """Computation before the first layer, the embedding, and after the last, the loss."""
 
     def embed(self, unit: Unit) -> Tensor:
         """Return the input of the first layer, ``[C, E]``."""

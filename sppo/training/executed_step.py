@@ -118,10 +118,18 @@ def executed_timeline(executed: StepResult | None, job: Job) -> Timeline | None:
     if not job.mesh.is_main:
         return None
     pipeline = [steps[rank] for rank in job.mesh.pipeline_ranks]
-    others = [n for n, s in enumerate(steps) if s.actions != pipeline[s.pipeline_rank].actions]
+    # Replicas have samples of their own, and then programs of their own.
+    alike = [n for n in range(len(steps)) if _runs_the_first_program(n, job)]
+    others = [n for n in alike if steps[n].actions != pipeline[steps[n].pipeline_rank].actions]
     if others:
         _log.warning("ranks %s executed another program than the first pipeline", others)
     return _timeline(executed, pipeline)
+
+
+def _runs_the_first_program(rank: int, job: Job) -> bool:
+    """Return whether a rank has the program of its place in the first pipeline."""
+    replica = job.mesh.shape.coordinates(rank).data
+    return job.run.data.samples == "stream" or replica == job.mesh.at.data
 
 
 def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:

@@ -109,7 +109,7 @@ def quick_best(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What a search has found.
+    """Result of a search over the divisions of a machine.
 
     Attributes:
         leaders: Best candidates of the divisions of the devices that were searched and fit,
