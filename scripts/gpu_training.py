@@ -120,8 +120,13 @@ def cases(*, rehearse: bool, quick: bool) -> tuple[Case, ...]:
         return (
             Case("rehearsal", {"preset": "tiny-test"}, 256, 4, "fp32", 2, with_transformers=True),
         )
-    policies = ("retain", "offload_all", "sppo", "recompute")
-    lengths = {16384: policies[:2]} if quick else {32768: policies, 131072: policies[1:]}
+    if quick:
+        lengths: dict[int, tuple[str, ...]] = {16384: ("retain", "offload_all")}
+    else:
+        lengths = {
+            32768: ("retain", "offload_all", "sppo", "recompute"),
+            131072: ("hybrid", "keep_attention", "recompute"),  # within 128 GiB of host memory
+        }
     return tuple(
         Case(
             f"llama-3.2-1b {length >> 10}Ki",
