@@ -1,8 +1,8 @@
-"""Grid of attention shapes to time: spans of queries at the end of their keys."""
+"""Attention shapes to time: spans of queries at the end of their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from sppo.bench.operands import DTYPES
 from sppo.config.model import ModelConfig
 from sppo.cost.flops import causal_pairs
 from sppo.kernels.attention.choice import AttentionCase
-from sppo.units import format_tokens
 
 _QUERIES = {"cpu": (256, 1024), "cuda": (1024, 4096, 16384)}
 _PREFIXES = (1, 2, 4, 8)
+"""Ratios of keys to queries."""
 _HEAD_SIZES = (64, 128)
 _QUICK_QUERIES = {"cpu": (256, 512), "cuda": (2048, 8192)}
 _QUICK_PREFIXES = (1, 4)
@@ -56,53 +56,27 @@ class AttentionShape:
         where = torch.device(device)
         return AttentionCase(where, DTYPES[self.dtype], self.head_size, group, window=False)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.dtype}, {format_tokens(self.queries)} queries at the end of "
-            f"{format_tokens(self.keys)} keys, {self.heads} heads of {self.head_size}"
-        )
 
+def attention_problems(
+    device: str, dtypes: Sequence[str], *, quick: bool, model: ModelConfig | None = None
+) -> list[list[AttentionShape]]:
+    """Return the shapes to time on a device: a list of lengths for each dtype and head size.
 
-@dataclass(frozen=True, slots=True)
-class AttentionGrid:
-    """Axes of the shapes to time.
-
-    Attributes:
-        queries: Numbers of queries of the spans, in ascending order.
-        heads: Numbers of heads.
-        head_sizes: Sizes of the heads of queries, keys and values.
-        prefixes: Ratios of keys to queries.
-    """
-
-    queries: tuple[int, ...]
-    heads: Heads
-    head_sizes: tuple[int, ...]
-    prefixes: tuple[int, ...] = _PREFIXES
-
-    def problems(self, dtypes: Sequence[str]) -> Iterator[list[AttentionShape]]:
-        """Yield the shapes of each dtype and head size, which differ in length only."""
-        for dtype, size in product(dtypes, self.head_sizes):
-            yield [
-                AttentionShape(dtype, queries, prefix * queries, self.heads, size)
-                for queries in self.queries
-                for prefix in self.prefixes
-            ]
-
-
-def attention_grid(device: str, *, quick: bool, model: ModelConfig | None = None) -> AttentionGrid:
-    """Return the grid of a device, with the heads of a model, or else with common ones.
-
-    A CPU is slow, so its common number of heads is the smallest that keeps all threads busy, at
-    least two.
+    They have the heads of a model, or else common ones. A CPU is slow, so its common number of
+    heads is the smallest that keeps all threads busy, at least two.
     """
     threads = max(2, torch.get_num_threads())
     heads = Heads(32, 8) if device == "cuda" else Heads(threads, threads)
     sizes = _QUICK_HEAD_SIZES if quick else _HEAD_SIZES
     if model is not None:
         heads, sizes = Heads(model.num_heads, model.kv_heads), (model.head_dim,)
-    return AttentionGrid(
-        queries=(_QUICK_QUERIES if quick else _QUERIES)[device],
-        heads=heads,
-        head_sizes=sizes,
-        prefixes=_QUICK_PREFIXES if quick else _PREFIXES,
-    )
+    spans = (_QUICK_QUERIES if quick else _QUERIES)[device]
+    prefixes = _QUICK_PREFIXES if quick else _PREFIXES
+    return [
+        [
+            AttentionShape(dtype, queries, prefix * queries, heads, size)
+            for queries in spans
+            for prefix in prefixes
+        ]
+        for dtype, size in product(dtypes, sizes)
+    ]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from sppo.bench.attention import AttentionRates
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.suite import Measurements
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Provenance
@@ -82,13 +83,12 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
     device = replace(
         device,
         gemm_points=_merged(device.gemm_points, measurements.gemm),
-        attention_points=_merged(device.attention_points, measurements.attention),
         elementwise_points=_merged(device.elementwise_points, measurements.elementwise),
     )
     if measurements.gemm:
         device = _with_peaks(device, measurements.gemm)
-    if measurements.attention:
-        device = _with_attention(device, measurements)
+    if measurements.attention is not None:
+        device = _with_attention(device, measurements.attention)
     if measurements.documents is not None:
         device = replace(
             device,
@@ -158,21 +158,20 @@ def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
     )
 
 
-def _with_attention(device: DeviceSpec, measurements: Measurements) -> DeviceSpec:
-    """Return ``device`` with the best rates of attention, and the back end of a GPU's rates.
+def _with_attention(device: DeviceSpec, measured: AttentionRates) -> DeviceSpec:
+    """Return ``device`` with the rates of attention, and the back end of a GPU's rates.
 
-    Rates in bf16 count if there are some.
+    The best rates become its efficiencies. Rates in bf16 count if there are some.
     """
-    points = measurements.attention
-    dtype = "bf16" if any(point.dtype == "bf16" for point in points) else "fp32"
+    dtype = "bf16" if any(of == "bf16" for of, _ in measured.backends) else "fp32"
     peak = device.flops_per_s(dtype)
-    chosen = [point for point in points if point.dtype == dtype]
+    chosen = [point for point in measured.points if point.dtype == dtype]
     backend = device.attention_backend
-    if device.kind == "cuda" and measurements.backends is not None:
-        automatic = measurements.backends.automatic
-        backend = next((name for shape, name in automatic.items() if shape.dtype == dtype), backend)
+    if device.kind == "cuda":
+        backend = next(name for (of, _), name in measured.backends.items() if of == dtype)
     return replace(
         device,
+        attention_points=_merged(device.attention_points, measured.points),
         attention_efficiency=min(1.0, max(p.forward_flops_per_s for p in chosen) / peak),
         attention_backward_efficiency=min(1.0, max(p.backward_flops_per_s for p in chosen) / peak),
         attention_backend=backend,

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from sppo.bench.attention import (
+    AttentionRates,
     DocumentSeconds,
-    attention_points,
     measure_attention,
     measure_documents,
 )
-from sppo.bench.attention_backends import BackendComparison
-from sppo.bench.attention_grid import attention_grid
+from sppo.bench.attention_grid import attention_problems
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
@@ -28,7 +27,7 @@ from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, measure_overl
 from sppo.bench.pcie import measure_pcie
 from sppo.bench.timing import KernelBench, Rounds, Watcher
 from sppo.config.model import ModelConfig
-from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
+from sppo.hardware.rates import ElementwisePoint, GemmPoint
 
 _ROUNDS, _QUICK_ROUNDS = 5, 3
 
@@ -40,28 +39,25 @@ class Measurements:
     Attributes:
         device: "cpu" or "cuda".
         gemm: Rates of linear layers.
-        attention: Rates of spans at the end of prefixes, with the back end that ``auto`` chooses;
-            also empty if the requested shapes are none that plans can read.
+        attention: Rates of attention; None if not requested.
         elementwise: Rates of element-wise kernels, the loss and the optimizer.
         spreads: Difference between the fastest and slowest round of each timing, relative to the
             median.
         wall_s: Seconds of the whole run.
         copies: Copy measurements, one entry per tier behind the device.
         overlap: Copies that overlap with compute; None if not requested.
-        backends: Attention with every back end; None if not requested.
         messages: Messages between ranks on the CPU; None if not requested.
         documents: Attention over short documents, with attention on a CPU; None otherwise.
     """
 
     device: str
     gemm: tuple[GemmPoint, ...] = ()
-    attention: tuple[AttentionPoint, ...] = ()
+    attention: AttentionRates | None = None
     elementwise: tuple[ElementwisePoint, ...] = ()
     spreads: tuple[float, ...] = ()
     wall_s: float = 0.0
     copies: tuple[CopyMeasurements, ...] = ()
     overlap: OverlapMeasurements | None = None
-    backends: BackendComparison | None = None
     messages: MessageMeasurements | None = None
     documents: DocumentSeconds | None = None
 
@@ -115,9 +111,10 @@ def measure(subjects: Sequence[str], request: BenchRequest, *, watcher: Watcher)
 
 
 def _attention(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
-    grid = attention_grid(request.device, quick=request.quick, model=request.model)
-    backends = measure_attention(kernels, grid)
-    found = {"attention": attention_points(backends), "backends": backends}
+    problems = attention_problems(
+        request.device, kernels.dtypes, quick=request.quick, model=request.model
+    )
+    found: dict[str, Any] = {"attention": measure_attention(kernels, problems)}
     if request.device == "cpu":
         found["documents"] = measure_documents(kernels)
     return found

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sppo.bench.attention_backends import BackendComparison, BackendRate
-from sppo.bench.attention_grid import AttentionShape
+from rich.table import Table
+
+from sppo.bench.attention import AttentionRates
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.overlap import OverlapMeasurements
 from sppo.bench.suite import Measurements
@@ -19,14 +18,14 @@ from sppo.cli.printing import Screen, Unbroken, item_table, table
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_json
 from sppo.hardware.rates import ElementwisePoint, GemmPoint
-from sppo.kernels.attention.choice import BackendName
-from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
+from sppo.units import format_bytes, format_count, format_duration, format_tokens
 
 NOT_MEASURED = "–"
 _TERA_FROM = 1e13
+_Rates = dict[tuple[tuple[str, ...], str], str]
+"""Rates as text, by the cells that name the row and the heading of the column."""
 _STEADY = 0.25
 """Median spread above which figures are too unsteady to plan with; a choice, not measured."""
-_AUTOMATIC_MARK = "*"
 
 
 def bench_json(found: Measurements, spec: HardwareSpec, output: Path | None) -> dict[str, Any]:
@@ -45,8 +44,11 @@ def bench_json(found: Measurements, spec: HardwareSpec, output: Path | None) -> 
         "output": None if output is None else str(output),
         "hardware": hardware_json(spec),
     }
-    if found.backends is not None:
-        values["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
+    if found.attention is not None:
+        values["attention_backends"] = [
+            {"dtype": dtype, "head_size": size, "backend": name}
+            for (dtype, size), name in found.attention.backends.items()
+        ]
     if found.copies:
         values["copies"] = [asdict(copies) for copies in found.copies]
     others = {"messages": found.messages, "overlap": found.overlap}
@@ -57,8 +59,8 @@ def bench_screen(found: Measurements, output: Path | None) -> Screen:
     """Yield the rates of each subject, a summary, and a warning if they were unsteady."""
     if found.gemm:
         yield from _gemm(found.gemm)
-    if found.backends is not None:
-        yield from attention_screen(found.backends)
+    if found.attention is not None:
+        yield from attention_screen(found.attention)
     if found.elementwise:
         yield from _elementwise(found.elementwise)
     if found.messages is not None:
@@ -109,24 +111,30 @@ def unsteady_line(spreads: Sequence[float]) -> str | None:
 def _gemm(points: Sequence[GemmPoint]) -> Screen:
     unit, name = _flops_unit(point.forward_flops_per_s for point in points)
     yield f"Linear layers, {name}, measured: output / input gradient / weight gradient"
-    rates = {
-        (p.dtype, p.tokens, p.width): (
-            p.forward_flops_per_s,
-            p.input_flops_per_s,
-            p.weight_flops_per_s,
+    rates: _Rates = {
+        ((p.dtype, format_tokens(p.tokens)), f"width {p.width}"): _rates_text(
+            (p.forward_flops_per_s, p.input_flops_per_s, p.weight_flops_per_s), unit=unit
         )
         for p in points
     }
-    widths = sorted({point.width for point in points})
-    rows = (
-        [
-            dtype,
-            format_tokens(tokens),
-            *(_rates_text(rates.get((dtype, tokens, width), ()), unit=unit) for width in widths),
-        ]
-        for dtype, tokens in dict.fromkeys((p.dtype, p.tokens) for p in points)
+    yield _rates_table(("dtype", "tokens"), rates)
+
+
+def attention_screen(found: AttentionRates) -> Screen:
+    """Yield a row per number of queries and a column per ratio of keys to queries."""
+    unit, name = _flops_unit(point.forward_flops_per_s for point in found.points)
+    yield (
+        f"Attention of {found.heads} heads over visible pairs, {name}, measured: forward / "
+        "backward, by the number of keys for each query"
     )
-    yield table(("dtype", "tokens", *(f"width {width}" for width in widths)), rows)
+    rates: _Rates = {}
+    for p in found.points:
+        backend = found.backends[p.dtype, p.head_size]
+        row = (backend, p.dtype, str(p.head_size), format_tokens(p.queries))
+        rates[row, f"{p.keys // p.queries}"] = _rates_text(
+            (p.forward_flops_per_s, p.backward_flops_per_s), unit=unit
+        )
+    yield _rates_table(("back end", "dtype", "head size", "queries"), rates)
 
 
 def _elementwise(points: Sequence[ElementwisePoint]) -> Screen:
@@ -134,14 +142,26 @@ def _elementwise(points: Sequence[ElementwisePoint]) -> Screen:
         "Element-wise kernels, GB/s of the bytes they must read and write, by type and elements, "
         "measured"
     )
-    columns = sorted({(p.dtype, p.elements) for p in points})
-    rates = {(p.kernel, p.dtype, p.elements): (p.bytes_per_s,) for p in points}
+    rates: _Rates = {
+        ((p.kernel,), f"{p.dtype} {format_count(p.elements)}"): _rates_text((p.bytes_per_s,))
+        for p in points
+    }
+    yield _rates_table(("kernel",), rates)
+
+
+def _rates_table(headings: Sequence[str], rates: _Rates) -> Table:
+    """Return a table of rates by row and column, each in the order of first appearance.
+
+    Args:
+        headings: Headings of the cells that name a row.
+        rates: Rates as text.
+    """
+    columns = dict.fromkeys(column for _, column in rates)
     rows = (
-        [kernel, *(_rates_text(rates.get((kernel, *column), ())) for column in columns)]
-        for kernel in dict.fromkeys(point.kernel for point in points)
+        [*row, *(rates.get((row, column), NOT_MEASURED) for column in columns)]
+        for row in dict.fromkeys(row for row, _ in rates)
     )
-    headings = ("kernel", *(f"{dtype} {format_count(elements)}" for dtype, elements in columns))
-    yield table(headings, rows)
+    return table((*headings, *columns), rows)
 
 
 def _flops_unit(rates: Iterable[float]) -> tuple[float, str]:
@@ -152,48 +172,7 @@ def _flops_unit(rates: Iterable[float]) -> tuple[float, str]:
 def _rates_text(rates: Iterable[float], *, unit: float = 1e9) -> str:
     """Return ``123 / 4.5``: rates in ``unit``, whole numbers from ten on, two digits below."""
     values = [rate / unit for rate in rates]
-    return " / ".join(f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in values) or NOT_MEASURED
-
-
-# Attention: a row per shape, a column per back end
-
-
-def attention_screen(found: BackendComparison) -> Screen:
-    """Yield a row per shape and a column per back end, then what ``auto`` takes and the gaps."""
-    unit, name = _flops_unit(rate.forward_flops_per_s for rate in found.rates)
-    by_shape = found.by_shape
-
-    def cell(shape: AttentionShape, backend: BackendName) -> str:
-        rates = by_shape[shape]
-        if backend not in rates:
-            return NOT_MEASURED
-        rate = rates[backend]
-        text = _rates_text((rate.forward_flops_per_s, rate.backward_flops_per_s), unit=unit)
-        if rate is _fastest(rates) and len(rates) > 1:
-            text = f"[bold]{text}[/bold]"
-        # A blank in place of the mark keeps the figures aligned.
-        return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[shape] else ' '}"
-
-    title = f"Attention over visible pairs, {name}, measured: forward / backward"
-    yield f"{title}; the fastest in bold"
-    columns: dict[str, Callable[[AttentionShape], str]] = {
-        "dtype": lambda shape: shape.dtype,
-        "heads": lambda shape: str(shape.heads),
-        "size": lambda shape: str(shape.head_size),
-        "queries": lambda shape: format_tokens(shape.queries),
-        "keys": lambda shape: format_tokens(shape.keys),
-    }
-    for backend in found.backends:
-        columns[backend] = partial(cell, backend=backend)
-    yield item_table(by_shape, columns)
-    yield f"{_AUTOMATIC_MARK} what auto takes"
-    gaps = Counter((name, reason) for (name, _), reason in found.left_out.items())
-    for (name, reason), count in gaps.items():
-        yield f"{NOT_MEASURED} {name} {reason}: {counted(count, 'shape')}"
-
-
-def _fastest(rates: Mapping[BackendName, BackendRate]) -> BackendRate:
-    return min(rates.values(), key=lambda rate: rate.both_s)
+    return " / ".join(f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in values)
 
 
 # Copies, alone and behind compute

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench import hardware_description as description
-from sppo.bench.attention_backends import BackendComparison, BackendRate
-from sppo.bench.attention_grid import AttentionShape, Heads
+from sppo.bench.attention import AttentionRates
+from sppo.bench.attention_grid import Heads
 from sppo.bench.hardware_description import describe, described_machine, starting_description
 from sppo.bench.suite import Measurements
 from sppo.hardware.file import hardware_json, read_hardware
@@ -15,30 +15,21 @@ from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 
 LAPTOP, GPU = PRESETS["laptop-cpu"], PRESETS["h100"]
-NOTHING = Measurements("cpu", (), (), (), (0.1,), 1.0)
+NOTHING = Measurements("cpu", spreads=(0.1,), wall_s=1.0)
 GEMM = tuple(
     GemmPoint(dtype, 512, width, speed * width, speed * width, speed * width / 2)
     for dtype, speed in (("bf16", 4e8), ("fp32", 1e8))
     for width in (256, 1024)
 )
-ATTENTION = (AttentionPoint("bf16", 64, 512, 512, 1e11, 8e10),)
+POINTS = (AttentionPoint("bf16", 64, 512, 512, 1e11, 8e10),)
+ATTENTION = AttentionRates(Heads(4, 2), {("bf16", 64): "cpu_flash"}, POINTS)
 ELEMENTWISE = (
     ElementwisePoint("copy", "bf16", 1 << 16, 9e10),
     ElementwisePoint("copy", "bf16", 1 << 22, 2e10),
     ElementwisePoint("copy", "fp32", 1 << 22, 2.1e10),
     ElementwisePoint("swiglu", "bf16", 1 << 22, 1e9),
 )
-SPAN = AttentionShape("bf16", 512, 512, Heads(4, 2), 64)
-BACKENDS = BackendComparison(
-    (
-        BackendRate("cpu_flash", SPAN, 1e-3, 3e-3, 0.1),
-        BackendRate("torch_blocks", SPAN, 2e-3, 4e-3, 0.2),
-    ),
-    {SPAN: "cpu_flash"},
-)
-EVERYTHING = replace(
-    NOTHING, gemm=GEMM, attention=ATTENTION, backends=BACKENDS, elementwise=ELEMENTWISE
-)
+EVERYTHING = replace(NOTHING, gemm=GEMM, attention=ATTENTION, elementwise=ELEMENTWISE)
 
 
 def test_all_subjects_make_a_measured_machine(tmp_path):
@@ -69,8 +60,9 @@ def test_a_dtype_that_was_not_measured_keeps_what_it_reached():
 
 
 def test_the_peak_of_a_gpu_is_the_vendors():
-    backends = replace(BACKENDS, automatic={SPAN: "flash_attn_3"})
-    device = describe(GPU, replace(EVERYTHING, device="cuda", backends=backends)).device
+    attention = replace(ATTENTION, backends={("bf16", 64): "flash_attn_3"})
+    device = describe(GPU, replace(EVERYTHING, device="cuda", attention=attention)).device
+    assert device.attention_points == POINTS
     assert device.attention_backend == "flash_attn_3"  # whose rates were measured
     assert device.bf16_flops_per_s == GPU.device.bf16_flops_per_s
     assert device.gemm_efficiency == pytest.approx(4e8 * 1024 / GPU.device.bf16_flops_per_s)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sppo.bench import attention, elementwise, gemm
-from sppo.bench.attention_grid import attention_grid
+from sppo.bench.attention_grid import attention_problems
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES
 from sppo.bench.timing import KernelBench, Rounds, Timing
@@ -90,19 +90,18 @@ def test_bytes_are_the_least_a_kernel_moves():
 def test_the_grids_are_complete(operands):
     watcher = Watcher()
     bench = bench_of(operands, ONCE, watcher)
-    shapes = attention_grid("cpu", quick=True)
-    compared = attention.measure_attention(bench, shapes)
+    problems = attention_problems("cpu", bench.dtypes, quick=True)
     bf16 = bench_of(operands, ONCE, watcher, dtypes=["bf16"])
     measured = {
         "gemm_points": gemm.measure_gemm(bench, gemm.gemm_grid("cpu", quick=True))
         + gemm.measure_gemm(bf16, gemm.gemm_grid("cpu", quick=True)),
-        "attention_points": attention.attention_points(compared),
+        "attention_points": attention.measure_attention(bench, problems).points,
         "elementwise_points": elementwise.measure_elementwise(bf16, quick=True),
     }
     device = replace(CPU, **measured)
     assert all(point.forward_flops_per_s > 1e6 for point in device.gemm_points)
     begun = [subject for subject, _ in watcher.begun]
-    assert begun == ["attention", "gemm", "gemm", "elementwise"]
+    assert begun == ["gemm", "gemm", "attention", "elementwise"]
     assert watcher.advanced == sum(total for _, total in watcher.begun)
 
 

@@ -76,7 +76,7 @@ def test_what_copies_cost_is_within_reason():
     assert added_s_per_byte([slower]) == pytest.approx(added / slower.moved_bytes)
     # Compute cannot lose more than the time that copies take.
     assert added_s_per_byte([point(256, 0, slower=99)]) == pytest.approx(COPY_S / 1000)
-    nothing = Measurements("cpu", (), (), (), (0.1,), 1.0, overlap=OVERLAP)
+    nothing = Measurements("cpu", overlap=OVERLAP)
     assert describe(PRESETS["laptop-cpu"], nothing).node.copy_compute_s_per_byte == 2e-10
 
 
