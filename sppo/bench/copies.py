@@ -23,29 +23,23 @@ time, and returns the times of (out, back), empty for the others."""
 
 @dataclass(frozen=True, slots=True)
 class CopyPoint:
-    """Rates of one kind of copy, bytes/s; medians over rounds.
+    """Rates of copies in requests of one size, bytes/s; medians over rounds.
 
     Attributes:
-        how: Name of the kind of copy, "arena" or "disk".
         request_bytes: Bytes of one request.
-        in_flight: Requests per direction in flight at the disk; one for copies of a stream.
         out_alone_bytes_per_s: Rate out of the device, without copies back.
         back_alone_bytes_per_s: Rate back to the device, without copies out.
         out_bytes_per_s: Rate out of the device during copies back.
         back_bytes_per_s: Rate back to the device during copies out.
-        numa_node: NUMA node of the GPU, from which host memory is taken; None if not known.
         spread: Largest difference between the fastest and the slowest round of any of the four
             rates, relative to the rate's median.
     """
 
-    how: str
     request_bytes: int
-    in_flight: int
     out_alone_bytes_per_s: float
     back_alone_bytes_per_s: float
     out_bytes_per_s: float
     back_bytes_per_s: float
-    numa_node: int | None = None
     spread: float = 0.0
 
 
@@ -56,11 +50,9 @@ class CopyMeasurements:
     Attributes:
         tier: "host" or "disk".
         where: Description of the tier and of the path of the bytes, for users.
-        points: Rates by kind of copy, request size and requests in flight.
+        points: Rates by request size.
         planned: Point that copies as training does; its rates go into the hardware description.
         room_bytes: Bytes of the disk that a run may use; 0 for host memory.
-        first_write_bytes_per_s: Rate of the first write to allocated disk space; 0 for host memory.
-        register_s_per_gib: Seconds to page-lock one GiB of host memory; 0 for a disk.
     """
 
     tier: TierKind
@@ -68,8 +60,6 @@ class CopyMeasurements:
     points: tuple[CopyPoint, ...]
     planned: CopyPoint
     room_bytes: int = 0
-    first_write_bytes_per_s: float = 0.0
-    register_s_per_gib: float = 0.0
 
 
 def each_way(move: Callable[[int], None], ways: Sequence[int]) -> None:
@@ -104,11 +94,8 @@ def _rate(times: Times, end: float, request_bytes: int) -> float:
 def measure_point(
     run: Run,
     *,
-    copy_kind: str,
     request_bytes: int,
-    in_flight: int,
     rounds: int,
-    numa_node: int | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> CopyPoint:
     """Time copies out, copies back, and both together, each once in every round."""
@@ -122,6 +109,4 @@ def measure_point(
     columns = list(zip(*found, strict=True))
     out_alone, back_alone, out, back = (statistics.median(column) for column in columns)
     spread = max((max(c) - min(c)) / statistics.median(c) for c in columns)
-    return CopyPoint(
-        copy_kind, request_bytes, in_flight, out_alone, back_alone, out, back, numa_node, spread
-    )
+    return CopyPoint(request_bytes, out_alone, back_alone, out, back, spread)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,23 +17,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, each_way, measure_point
+from sppo.bench.copies import CopyMeasurements, Times, each_way, measure_point
 from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
 from sppo.offload.disk.disk_room import disk_room, is_memory
-from sppo.offload.disk.file_tier import FileTier, Transfer
+from sppo.offload.disk.file_tier import FileTier
 from sppo.offload.worker_pool import THREADS, WorkerPool, wait_for
 from sppo.units import MIB, format_bytes
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 1024 * MIB, 128 * MIB
 _REQUESTS = (MIB, 16 * MIB, 64 * MIB)
 _QUICK_REQUESTS = (MIB, 16 * MIB)
-_IN_FLIGHT, _QUICK_IN_FLIGHT = (1, 4), (1,)
 _WINDOW_S, _QUICK_WINDOW_S = 0.25, 0.05
 _ROUNDS, _QUICK_ROUNDS = 3, 1
-_PLANNED = (16 * MIB, 1)
-"""Request size and requests in flight per direction of a training run: a layer of a subsequence
-has tens of MiB, and each direction copies one layer at a time."""
+_PLANNED_BYTES = 16 * MIB
+"""Request size of a training run: a layer of a subsequence has tens of MiB."""
 
 
 def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasurements:
@@ -50,39 +47,33 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
         OSError: A disk that lacks the space, or failed.
     """
     check_disk(directory, quick=quick)
-    file_bytes = file_size_bytes(quick=quick)
     requests = _QUICK_REQUESTS if quick else _REQUESTS
-    depths = _QUICK_IN_FLIGHT if quick else _IN_FLIGHT
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     window_s = _QUICK_WINDOW_S if quick else _WINDOW_S
-    cases = [(size, depth) for size in requests for depth in depths]
-    watcher.begin("disk", total=1 + len(cases) * rounds)
-    memory_bytes = 2 * max(size * depth for size, depth in cases)
+    watcher.begin("disk", total=1 + len(requests) * rounds)
+    memory_bytes = 2 * max(requests)
     memory = HostArena(memory_bytes).tensor(0, (memory_bytes,), torch.uint8).numpy()
-    with opened_tier(directory, file_bytes) as tier:
+    with opened_tier(directory, file_size_bytes(quick=quick)) as tier:
         _fill_with_noise(memory)
         halves = np.split(memory, 2)
-        first = first_write(tier, halves[0])
+        _write_all(tier, halves[0])
         watcher.advance()
         points = [
             measure_point(
-                _Windows(tier, halves, size, depth, window_s).run,
-                copy_kind="disk",
+                _Windows(tier, halves, size, window_s).run,
                 request_bytes=size,
-                in_flight=depth,
                 rounds=rounds,
                 advance=watcher.advance,
             )
-            for size, depth in cases
+            for size in requests
         ]
         where = _where(tier)
     return CopyMeasurements(
         "disk",
         where,
         tuple(points),
-        planned=_planned(points),
+        planned=next(point for point in points if point.request_bytes == _PLANNED_BYTES),
         room_bytes=disk_room(directory).usable_bytes,
-        first_write_bytes_per_s=first,
     )
 
 
@@ -126,13 +117,11 @@ def check_disk(directory: Path, *, quick: bool) -> None:
         )
 
 
-def first_write(tier: FileTier, memory: NDArray[np.uint8]) -> float:
-    """Write all of ``tier`` once, in requests of at most 16 MiB, and return the bytes/s."""
-    size = min(_PLANNED[0], len(memory))
-    start = time.perf_counter()
+def _write_all(tier: FileTier, memory: NDArray[np.uint8]) -> None:
+    """Write all of ``tier`` once."""
+    size = min(_PLANNED_BYTES, len(memory))
     for offset in range(0, tier.size_bytes, size):
         wait_for(tier.write(offset, memory[: min(size, tier.size_bytes - offset)]))
-    return tier.size_bytes / (time.perf_counter() - start)
 
 
 class _Windows:
@@ -146,12 +135,10 @@ class _Windows:
         tier: FileTier,
         memory: list[NDArray[np.uint8]],
         request_bytes: int,
-        in_flight: int,
         window_s: float,
     ) -> None:
         self._tier, self._memory = tier, memory
-        self._request_bytes, self._in_flight = request_bytes, in_flight
-        self._window_s = window_s
+        self._request_bytes, self._window_s = request_bytes, window_s
 
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
         """Return the completion times of (writes, reads) in one window."""
@@ -166,21 +153,13 @@ class _Windows:
     def _move(self, index: int, *, start_s: float, times: list[float]) -> None:
         """Run requests of direction ``index`` until the window ends, at least one request."""
         size, half = self._request_bytes, self._tier.size_bytes // 2
-        places = half // size
         start = (self._tier.write, self._tier.read)[index]
-        under_way: deque[Transfer] = deque()
         turn = 0
         while turn == 0 or time.perf_counter() - start_s < self._window_s:
-            slot = turn % self._in_flight * size
-            place = index * half + turn % places * size
-            under_way.append(start(place, self._memory[index][slot : slot + size]))
-            turn += 1
-            if len(under_way) == self._in_flight:
-                wait_for(under_way.popleft())
-                times.append(time.perf_counter() - start_s)
-        while under_way:
-            wait_for(under_way.popleft())
+            place = index * half + turn % (half // size) * size
+            wait_for(start(place, self._memory[index][:size]))
             times.append(time.perf_counter() - start_s)
+            turn += 1
 
 
 def _fill_with_noise(memory: NDArray[np.uint8]) -> None:
@@ -190,10 +169,6 @@ def _fill_with_noise(memory: NDArray[np.uint8]) -> None:
         part = memory[offset : offset + MIB]
         begin = number % 4099
         part[:] = noise[begin : begin + len(part)]
-
-
-def _planned(points: list[CopyPoint]) -> CopyPoint:
-    return next(point for point in points if (point.request_bytes, point.in_flight) == _PLANNED)
 
 
 def _where(tier: FileTier) -> str:

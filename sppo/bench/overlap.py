@@ -13,7 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Watcher
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
+from sppo.config.run import RunConfig
 from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_forward
@@ -46,11 +48,13 @@ _WINDOW_S, _QUICK_WINDOW_S = 0.3, 0.03
 _LONGEST_S = 1.0
 """Most seconds of a unit; longer units are left out."""
 _FEWEST_UNITS, _MOST_UNITS = 3, 64
+_DEFAULT_MODEL = {"cpu": "tiny", "cuda": "llama-3.2-1b"}
 _SLOTS = 2
 _MOST_FILE_BYTES = GIB
 
 
 LeftOut = tuple[int, int, str]
+"""(tokens, context, reason) of a unit that was not measured; longer ones were not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,41 +65,22 @@ class OverlapPoint:
         tokens: Tokens of the subsequence.
         context: Tokens before the subsequence.
         moved_bytes: Bytes that one layer saves for the subsequence, all of which are copied.
-        products_s: Products with weights, without copies.
-        attention_s: Attention, without copies.
-        copy_s: Copies, without compute.
-        products_copying_s: Products while copies run.
-        attention_copying_s: Attention while copies run.
+        compute_s: Compute without copies.
+        copy_s: Copies without compute.
+        compute_copying_s: Compute while copies run, without the time that it waits for them.
         exposed_s: Time that compute waits for copies.
-        spread: Difference between the fastest and the slowest round of the unit with copies,
+        spread: Difference between the fastest and the slowest round of the compute with copies,
             relative to the median.
     """
 
     tokens: int
     context: int
     moved_bytes: int
-    products_s: float
-    attention_s: float
+    compute_s: float
     copy_s: float
-    products_copying_s: float
-    attention_copying_s: float
+    compute_copying_s: float
     exposed_s: float
     spread: float = 0.0
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of the unit without copies."""
-        return self.products_s + self.attention_s
-
-    @property
-    def compute_copying_s(self) -> float:
-        """Seconds of the unit while copies run, without the time that compute waits."""
-        return self.products_copying_s + self.attention_copying_s
-
-    @property
-    def slowdown(self) -> float:
-        """Fraction by which copies slow the compute that hides them; noise may make it negative."""
-        return self.compute_copying_s / self.compute_s - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +93,7 @@ class OverlapMeasurements:
         where: Target of the copies, for users.
         points: Timings by subsequence length and context.
         added_s_per_byte: Compute time that every copied byte costs: the median over the points.
-        left_out: (tokens, context, time or memory needed) of units that were not measured.
+        left_out: Units that take too long, or too much memory.
     """
 
     model: str
@@ -134,23 +119,13 @@ class MeasuredLayer:
     dtype: str
 
 
-_DEFAULT_CPU = ModelConfig(
-    vocab_size=4096,
-    hidden_size=512,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=2,
-    head_size=64,
-    mlp_size=1792,
-)
-_DEFAULT_CUDA = "llama-3.2-1b"
-
-
-def default_layer(device: str) -> MeasuredLayer:
-    """Return the layer that is measured if no run file is given; a small one on a CPU."""
-    if device == "cuda":
-        return MeasuredLayer(_DEFAULT_CUDA, ModelConfig(**PRESETS[_DEFAULT_CUDA]), "bf16")
-    return MeasuredLayer("a Llama shape of width 512", _DEFAULT_CPU, "bf16")
+def measured_layer(device: str, run: RunConfig | None) -> MeasuredLayer:
+    """Return the layer of a run's model, without a run that of a common one."""
+    if run is None:
+        name = _DEFAULT_MODEL[device]
+        return MeasuredLayer(name, ModelConfig(**PRESETS[name]), "bf16")
+    model = run.model
+    return MeasuredLayer(model.preset or model.from_hf or "the run", model, run.train.dtype)
 
 
 def measure_overlap(
@@ -175,24 +150,25 @@ def measure_overlap(
     """
     device = operands.device
     assert device == "cuda" or directory is not None, "a CPU's next tier is a disk"
-    shapes, left_out = _shapes(operands, layer, quick=quick)
-    rounds = _QUICK_ROUNDS if quick else _ROUNDS
-    watcher.begin("overlap", total=len(shapes) * rounds)
+    tokens_of, contexts = (_QUICK_TOKENS, _QUICK_CONTEXTS) if quick else (_TOKENS, _CONTEXTS)
+    shapes = list(product(tokens_of[device], contexts[device]))
+    watcher.begin("overlap", total=len(shapes))
     points: list[OverlapPoint] = []
+    left_out: list[LeftOut] = []
     for tokens, context in shapes:
-        unit = _ForwardWork(operands, layer, tokens=tokens, context=context)
-        size = tokens * saved_bytes_per_token(layer)
-        try:
-            with closing(_lane(device)) as lane:
-                disk = directory if device == "cpu" else None
-                mover = _Copier(lane, disk, size_bytes=size, device=unit.device)
-                point = _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
-        except torch.OutOfMemoryError:
-            if not points:
-                raise
-            left_out.append((tokens, context, "more memory than the device has"))
-        else:
-            points.append(point)
+        if not any(tokens >= least and context >= far for least, far, _ in left_out):
+            try:
+                unit = _ForwardWork(operands, layer, tokens=tokens, context=context)
+                once_s = unit.warm_s()
+                if once_s > _LONGEST_S and points:
+                    left_out.append((tokens, context, f"{format_duration(once_s)} a unit"))
+                else:
+                    points.append(_measure(unit, once_s, device, directory, quick=quick))
+            except torch.OutOfMemoryError:
+                if not points:
+                    raise
+                left_out.append((tokens, context, "more memory than the device has"))
+        watcher.advance()
     return OverlapMeasurements(
         layer.name,
         layer.dtype,
@@ -223,31 +199,8 @@ def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:
     return min(max(0.0, added), statistics.median(p.copy_s / p.moved_bytes for p in points))
 
 
-def _shapes(
-    operands: Operands, layer: MeasuredLayer, *, quick: bool
-) -> tuple[list[tuple[int, int]], list[LeftOut]]:
-    """Return the (tokens, context) to measure, and those that would take this device too long."""
-    shapes: list[tuple[int, int]] = []
-    left_out: list[LeftOut] = []
-    device = operands.device
-    all_tokens = (_QUICK_TOKENS if quick else _TOKENS)[device]
-    contexts = (_QUICK_CONTEXTS if quick else _CONTEXTS)[device]
-    probe = _ForwardWork(operands, layer, tokens=all_tokens[0], context=contexts[-1])
-    probe.time(1)
-    products_s, attention_s = probe.time(1)
-    for tokens in all_tokens:
-        for context in contexts:
-            attended = (context + tokens / 2) / (contexts[-1] + all_tokens[0] / 2)
-            expected_s = (products_s + attention_s * attended) * tokens / all_tokens[0]
-            if expected_s <= _LONGEST_S or tokens == all_tokens[0]:
-                shapes.append((tokens, context))
-            else:
-                left_out.append((tokens, context, f"{format_duration(expected_s)} a unit"))
-    return shapes, left_out
-
-
 class _ForwardWork:
-    """Forward of one layer on one subsequence; products and attention are timed separately."""
+    """Forward of one layer on one subsequence."""
 
     def __init__(
         self, operands: Operands, layer: MeasuredLayer, *, tokens: int, context: int
@@ -265,10 +218,17 @@ class _ForwardWork:
             for _ in range(2)
         )
 
+        self.saved_bytes = tokens * saved_bytes_per_token(layer)
+
     @property
     def device(self) -> torch.device:
         """Device of the computation."""
         return self._q.device
+
+    def warm_s(self) -> float:
+        """Return the seconds of one unit that is not the first."""
+        self.time(1)
+        return self.time(1)
 
     @torch.no_grad()
     def time(
@@ -277,8 +237,8 @@ class _ForwardWork:
         *,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
-    ) -> tuple[float, float]:
-        """Return the seconds of (products, attention) per unit, without ``before`` and ``after``.
+    ) -> float:
+        """Return the seconds of compute per unit, without ``before`` and ``after``.
 
         Args:
             units: Number of times that the unit is computed.
@@ -288,18 +248,15 @@ class _ForwardWork:
         marks = []
         for _ in range(units):
             before()
-            marks.append([self._mark()])
+            begin = self._mark()
             for weight in self._weights:
                 linear(self._inputs[weight.shape[1]], weight)
-            marks[-1].append(self._mark())
             attention_forward(AttentionCall(self._q, self._k, self._v))
-            marks[-1].append(self._mark())
+            marks.append((begin, self._mark()))
             after()
         if self._kind == "cuda":
             _cuda.synchronize(self.device)
-        products_s = sum(_seconds_between(begin, middle) for begin, middle, _ in marks)
-        attention_s = sum(_seconds_between(middle, end) for _, middle, end in marks)
-        return products_s / units, attention_s / units
+        return sum(_seconds_between(begin, end) for begin, end in marks) / units
 
     def _mark(self) -> Any:
         """Return the current time on a CPU, or an event recorded in the current stream."""
@@ -341,11 +298,6 @@ class _Copier:
         self._written: list[Event | None] = [None] * _SLOTS
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of one copy."""
-        return self._size_bytes
-
-    @property
     def num_places(self) -> int:
         """Number of copies that write all of the file once; 1 without a file."""
         return max(1, len(self._places))
@@ -377,27 +329,46 @@ class _Copier:
 
 
 def _measure(
-    unit: _ForwardWork, mover: _Copier, *, rounds: int, quick: bool, advance: Callable[[], None]
+    unit: _ForwardWork, once_s: float, device: str, directory: Path | None, *, quick: bool
 ) -> OverlapPoint:
-    unit.time(1)  # warm
-    once_s = sum(unit.time(1))
-    window_s = _QUICK_WINDOW_S if quick else _WINDOW_S
+    """Time a unit alone, its copy alone, and both, in turn.
+
+    Args:
+        unit: Unit to time.
+        once_s: Seconds of the unit alone, an estimate.
+        device: "cpu" or "cuda".
+        directory: As in :func:`measure_overlap`.
+        quick: As in :func:`measure_overlap`.
+    """
+    rounds, window_s = (_QUICK_ROUNDS, _QUICK_WINDOW_S) if quick else (_ROUNDS, _WINDOW_S)
     units = max(_FEWEST_UNITS, min(_MOST_UNITS, math.ceil(window_s / once_s)))
-    for _ in range(mover.num_places):  # the first write to allocated space is slow
-        _move(mover, 1)
     found = []
-    for _ in range(rounds):
-        products_s, attention_s = unit.time(units)
-        copy_s = _move(mover, units) / units
-        with_copies = unit.time(units, before=mover.begin, after=mover.end)
-        exposed_s = mover.drain() / units
-        found.append((products_s, attention_s, copy_s, *with_copies, exposed_s))
-        advance()
-    medians = [statistics.median(column) for column in zip(*found, strict=True)]
-    behind = [products + attention for *_, products, attention, _ in found]
-    spread = (max(behind) - min(behind)) / statistics.median(behind)
-    point = OverlapPoint(unit.tokens, unit.context, mover.size_bytes, *medians)
-    return replace(point, spread=spread)
+    with closing(_lane(device)) as lane:
+        mover = _Copier(
+            lane,
+            directory if device == "cpu" else None,
+            size_bytes=unit.saved_bytes,
+            device=unit.device,
+        )
+        for _ in range(mover.num_places):  # the first write to allocated space is slow
+            _move(mover, 1)
+        for _ in range(rounds):
+            compute_s = unit.time(units)
+            copy_s = _move(mover, units) / units
+            with_copies_s = unit.time(units, before=mover.begin, after=mover.end)
+            found.append((compute_s, copy_s, with_copies_s, mover.drain() / units))
+    compute_s, copy_s, with_copies_s, exposed_s = map(statistics.median, zip(*found, strict=True))
+    behind = [with_copies for _, _, with_copies, _ in found]
+    return OverlapPoint(
+        unit.tokens,
+        unit.context,
+        unit.saved_bytes,
+        compute_s,
+        copy_s,
+        with_copies_s,
+        exposed_s,
+        spread=(max(behind) - min(behind)) / with_copies_s,
+    )
 
 
 def _move(mover: _Copier, units: int) -> float:

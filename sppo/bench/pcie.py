@@ -2,20 +2,17 @@
 
 Everything is as in training: host memory is an arena of huge pages registered with CUDA, and each
 GPU has a process, which stays at the NUMA node of its GPU. The GPUs of a machine share its memory,
-and some share a link to it, so they are measured at the same time. If cupy is installed, its raw
-runtime copies, too: a difference would be the overhead of torch.
+and some share a link to it, so they are measured at the same time.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -33,12 +30,6 @@ from sppo.parallel.job.worker_process import without_script
 from sppo.units import GIB, MIB
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types
-
-_Copy = Callable[[Tensor, Tensor, Any], object]
-"""Function that starts to copy to a tensor from another one in a stream."""
-_BY_TORCH, _BY_CUPY = "arena", "arena, cupy"
-_MEMCPY_DEFAULT = 4
-"""Value of cudaMemcpyKind that finds the direction from the addresses."""
 
 _REQUESTS = (MIB, 16 * MIB, 128 * MIB)
 _QUICK_REQUESTS = (16 * MIB,)
@@ -93,57 +84,23 @@ def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurement
     on_device = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     points: list[CopyPoint] = []
     try:
-        with _registered_arena(size_bytes, device) as (memory, register_s):
-            for (copy_kind, copy), size in product(_ways_to_copy().items(), requests):
+        with _locked_arena(size_bytes, device) as memory:
+            for size in requests:
                 copies = _Streams(
                     memory,
                     on_device,
-                    copy=copy,
                     request_bytes=size,
                     count=max(_FEWEST, min(_MOST, most_bytes // size)),
                     meet=partial(barrier.wait, _MEET_S),
                 )
                 copies.run(True, True)  # warm
-                point = measure_point(
-                    copies.run,
-                    copy_kind=copy_kind,
-                    request_bytes=size,
-                    in_flight=1,
-                    rounds=_QUICK_ROUNDS if quick else _ROUNDS,
-                    numa_node=None if node is None else node.index,
-                )
-                points.append(point)
+                rounds = _QUICK_ROUNDS if quick else _ROUNDS
+                points.append(measure_point(copies.run, request_bytes=size, rounds=rounds))
     except threading.BrokenBarrierError:
         raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s") from None
-    return CopyMeasurements(
-        "host",
-        f"host memory and {_cuda.get_device_name(device)}, NUMA nodes of the host: "
-        f"{count_numa_nodes()}",
-        tuple(points),
-        planned=max(
-            (point for point in points if point.how == _BY_TORCH),
-            key=lambda point: point.request_bytes,
-        ),
-        register_s_per_gib=register_s * GIB / size_bytes,
-    )
-
-
-def _ways_to_copy() -> dict[str, _Copy]:
-    """Return the functions that copy, by the name of the memory and the library."""
-
-    def by_torch(target: Tensor, source: Tensor, _: Any) -> object:
-        return target.copy_(source, non_blocking=True)
-
-    try:
-        from cupy.cuda import runtime
-    except ImportError:
-        return {_BY_TORCH: by_torch}
-
-    def by_cupy(target: Tensor, source: Tensor, stream: Any) -> object:
-        addresses, size = (target.data_ptr(), source.data_ptr()), target.numel()
-        return runtime.memcpyAsync(*addresses, size, _MEMCPY_DEFAULT, stream.cuda_stream)
-
-    return {_BY_TORCH: by_torch, _BY_CUPY: by_cupy}
+    of_node = "" if node is None else f" of NUMA node {node.index} of {count_numa_nodes()}"
+    where = f"host memory{of_node} and {_cuda.get_device_name(device)}"
+    return CopyMeasurements("host", where, tuple(points), planned=points[-1])
 
 
 def _slower_way(point: CopyPoint) -> float:
@@ -161,12 +118,11 @@ class _Streams:
         host: Tensor,
         device: Tensor,
         *,
-        copy: _Copy,
         request_bytes: int,
         count: int,
         meet: Callable[[], object],
     ) -> None:
-        self._copy, self._count, self._device, self._meet = copy, count, device.device, meet
+        self._count, self._device, self._meet = count, device.device, meet
         half = device.numel() // 2
         ends = [(0, request_bytes), (half, half + request_bytes)]
         (host_out, host_back), (device_out, device_back) = (
@@ -202,22 +158,20 @@ class _Streams:
         with _cuda.stream(stream):
             begin.record(stream)
             for _ in range(self._count):
-                self._copy(target, source, stream)
+                target.copy_(source, non_blocking=True)
                 event = _cuda.Event(enable_timing=True)
                 event.record(stream)
                 done.append(event)
 
 
 @contextmanager
-def _registered_arena(size_bytes: int, device: torch.device) -> Iterator[tuple[Tensor, float]]:
-    """Yield the memory of a page-locked arena, and the seconds that page-locking took."""
+def _locked_arena(size_bytes: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield the memory of a page-locked arena."""
     memory = HostArena(size_bytes).tensor(0, (size_bytes,), torch.uint8)
     runtime = _cuda.cudart()
-    start = time.perf_counter()
     lock_pages(runtime, memory)
-    seconds = time.perf_counter() - start
     try:
-        yield memory, seconds
+        yield memory
     finally:
         _cuda.synchronize(device)
         unlock_pages(runtime, memory)

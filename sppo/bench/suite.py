@@ -23,10 +23,10 @@ from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import gemm_grid, measure_gemm
 from sppo.bench.messages import MessageMeasurements, measure_messages
 from sppo.bench.operands import Operands
-from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, measure_overlap
+from sppo.bench.overlap import OverlapMeasurements, measure_overlap, measured_layer
 from sppo.bench.pcie import measure_pcie
 from sppo.bench.timing import KernelBench, Rounds, Watcher
-from sppo.config.model import ModelConfig
+from sppo.config.run import RunConfig
 from sppo.hardware.rates import ElementwisePoint, GemmPoint
 
 _ROUNDS, _QUICK_ROUNDS = 5, 3
@@ -73,19 +73,20 @@ class BenchRequest:
 
     Attributes:
         device: "cpu" or "cuda".
-        dtypes: Some of bf16, fp32 and fp64.
         quick: Measure fewer shapes and rounds, to test the benchmarks, not to plan with.
-        layer: Layer whose forward copies overlap with.
-        model: Model whose heads attention is measured with; None for common ones.
+        run: Run in whose precision, and with whose model, to measure; None for common ones.
         directory: Directory on the disk to measure; None to measure host memory only.
     """
 
     device: str
-    dtypes: Sequence[str]
     quick: bool
-    layer: MeasuredLayer
-    model: ModelConfig | None = None
+    run: RunConfig | None = None
     directory: Path | None = None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Types of weights and activations to measure with."""
+        return ("bf16", "fp32") if self.run is None else (self.run.train.dtype,)
 
 
 def measure(subjects: Sequence[str], request: BenchRequest, *, watcher: Watcher) -> Measurements:
@@ -111,9 +112,8 @@ def measure(subjects: Sequence[str], request: BenchRequest, *, watcher: Watcher)
 
 
 def _attention(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
-    problems = attention_problems(
-        request.device, kernels.dtypes, quick=request.quick, model=request.model
-    )
+    model = None if request.run is None else request.run.model
+    problems = attention_problems(request.device, kernels.dtypes, quick=request.quick, model=model)
     found: dict[str, Any] = {"attention": measure_attention(kernels, problems)}
     if request.device == "cpu":
         found["documents"] = measure_documents(kernels)
@@ -136,7 +136,7 @@ def _copies(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
 def _overlap(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
     overlap = measure_overlap(
         kernels.operands,
-        request.layer,
+        measured_layer(request.device, request.run),
         directory=request.directory,
         quick=request.quick,
         watcher=kernels.watcher,

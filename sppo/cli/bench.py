@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,6 +18,9 @@ from sppo.config import load_run
 from sppo.hardware.file import hardware_json
 from sppo.output_file import check_output_files, write_json
 from sppo.report.display import Display
+
+if TYPE_CHECKING:
+    from sppo.bench.suite import BenchRequest
 
 _COPIES = ("pcie", "overlap")
 _OF_A_RUN = ("gemm", "attention", "elementwise", *_COPIES)
@@ -110,14 +114,12 @@ def bench(
     """
     with exit_codes():
         check_output_files({"-o": output}, inputs=[] if run is None else [run])
-        from sppo.bench.disk import check_disk
         from sppo.bench.hardware_description import (
             describe,
             described_machine,
             starting_description,
         )
-        from sppo.bench.overlap import MeasuredLayer, default_layer
-        from sppo.bench.suite import BenchRequest, device_to_measure, measure
+        from sppo.bench.suite import device_to_measure, measure
         from sppo.cli.bench_tables import bench_json, bench_screen
 
         device = device_to_measure()
@@ -128,20 +130,9 @@ def bench(
                     f"{option} {path}: only sppo bench {', '.join(users)} and all use it; leave it "
                     f"out of sppo bench {subject.value}"
                 )
-        layer, model, directory = default_layer(device), None, Path()
-        dtypes: tuple[str, ...] = ("bf16", "fp32")
-        if run is not None:
-            asked = load_run(run, ())
-            model, dtypes = asked.model, (asked.train.dtype,)
-            layer = MeasuredLayer(model.preset or model.from_hf or str(run), model, dtypes[0])
-            directory = Path(asked.activations.disk or directory)
-        if device == "cpu" and disk is None:
-            disk = directory
-        if disk is not None and set(_COPIES).intersection(parts):
-            check_disk(disk, quick=quick)
+        request = _request(device, parts, run=run, disk=disk, quick=quick)
         base = starting_description(described_machine(device), path=output)
         with BenchDisplay(Console(stderr=json_output)) as display:
-            request = BenchRequest(device, dtypes, quick, layer, model=model, directory=disk)
             found = measure(parts, request, watcher=display)
         spec = describe(base, found)
         if output is not None:
@@ -151,6 +142,26 @@ def bench(
         lambda: bench_screen(found, output),
         as_json=json_output,
     )
+
+
+def _request(
+    device: str, parts: Sequence[str], *, run: Path | None, disk: Path | None, quick: bool
+) -> BenchRequest:
+    """Return the request to measure subjects.
+
+    Raises:
+        ValueError: The run file cannot be used, or the directory does not exist.
+        OSError: The disk lacks the space.
+    """
+    from sppo.bench.disk import check_disk
+    from sppo.bench.suite import BenchRequest
+
+    of_run = None if run is None else load_run(run, ())
+    if device == "cpu" and disk is None:
+        disk = Path((of_run.activations.disk if of_run is not None else None) or ".")
+    if disk is not None and set(_COPIES).intersection(parts):
+        check_disk(disk, quick=quick)
+    return BenchRequest(device, quick, of_run, disk)
 
 
 class BenchDisplay(Display):

@@ -125,13 +125,13 @@ def attention_screen(found: AttentionRates) -> Screen:
     unit, name = _flops_unit(point.forward_flops_per_s for point in found.points)
     yield (
         f"Attention of {found.heads} heads over visible pairs, {name}, measured: forward / "
-        "backward, by the number of keys for each query"
+        "backward; 4x keys: four keys for each query"
     )
     rates: _Rates = {}
     for p in found.points:
         backend = found.backends[p.dtype, p.head_size]
         row = (backend, p.dtype, str(p.head_size), format_tokens(p.queries))
-        rates[row, f"{p.keys // p.queries}"] = _rates_text(
+        rates[row, f"{p.keys // p.queries}x keys"] = _rates_text(
             (p.forward_flops_per_s, p.backward_flops_per_s), unit=unit
         )
     yield _rates_table(("back end", "dtype", "head size", "queries"), rates)
@@ -183,28 +183,18 @@ def copies_screen(found: CopyMeasurements) -> Screen:
     out, back = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
     yield f"Copies, GB/s, measured: {out} or {back} alone, and both at once"
     columns = {
-        "through": lambda point: point.how,
         "request": lambda point: format_bytes(point.request_bytes),
-        "in flight": lambda point: str(point.in_flight),
-        "node": lambda point: NOT_MEASURED if point.numa_node is None else str(point.numa_node),
         out: lambda point: _giga(point.out_alone_bytes_per_s),
         back: lambda point: _giga(point.back_alone_bytes_per_s),
         f"both: {out}": lambda point: _giga(point.out_bytes_per_s),
         f"both: {back}": lambda point: _giga(point.back_bytes_per_s),
     }
-    if all(point.numa_node is None for point in found.points):
-        del columns["node"]
     yield item_table(found.points, columns)
-    planned = found.planned
     yield found.where
-    if found.first_write_bytes_per_s:
-        rate = _giga(found.first_write_bytes_per_s)
-        yield f"first write of space that was only set aside: {rate} GB/s"
-    if found.register_s_per_gib:
-        yield f"page-locking an arena: {format_duration(found.register_s_per_gib)} per GiB"
+    planned = found.planned
     yield (
-        f"plans use {planned.how}, requests of {format_bytes(planned.request_bytes)}, both at "
-        f"once: {_giga(planned.out_bytes_per_s)} GB/s out, {_giga(planned.back_bytes_per_s)} back"
+        f"plans use requests of {format_bytes(planned.request_bytes)}, both at once: "
+        f"{_giga(planned.out_bytes_per_s)} GB/s out, {_giga(planned.back_bytes_per_s)} back"
     )
 
 
@@ -212,7 +202,7 @@ def overlap_screen(found: OverlapMeasurements) -> Screen:
     """Yield the copies that overlap with a layer's forward, and what they cost its compute."""
     yield (
         "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
-        "compute's time: all of it, matrix products, attention; measured"
+        "compute's time; measured"
     )
     changes = {
         "tokens": lambda point: format_tokens(point.tokens),
@@ -220,9 +210,7 @@ def overlap_screen(found: OverlapMeasurements) -> Screen:
         "compute": lambda point: format_duration(point.compute_s),
         "copy": lambda point: format_duration(point.copy_s),
         "exposed": lambda point: format_duration(point.exposed_s),
-        "change": lambda point: f"{point.slowdown:+.1%}",
-        "products": lambda point: f"{point.products_copying_s / point.products_s - 1:+.1%}",
-        "attention": lambda point: f"{point.attention_copying_s / point.attention_s - 1:+.1%}",
+        "change": lambda point: f"{point.compute_copying_s / point.compute_s - 1:+.1%}",
     }
     yield item_table(found.points, changes, left=0)
     per_token = format_bytes(found.points[0].moved_bytes / found.points[0].tokens)
@@ -233,7 +221,7 @@ def overlap_screen(found: OverlapMeasurements) -> Screen:
     yield f"compute that a copied byte costs, for plans: {found.added_s_per_byte * 1e9:.2g} ns"
     for tokens, context, reason in found.left_out:
         where = f"{format_tokens(tokens)} tokens after {format_tokens(context)}"
-        yield f"left out: {where}, would take {reason}"
+        yield f"left out: {where}, and longer: {reason}"
 
 
 def _giga(rate: float) -> str:

@@ -23,24 +23,14 @@ from sppo.hardware.presets import PRESETS
 from sppo.offload.disk import file_tier
 from tests.bench.test_timing import Watcher
 
-PRODUCTS_S, PAIR_S, COPY_S = 1e-6, 1e-8, 5e-6
-"""Per token, per (query, key) pair, per token."""
+TOKEN_S, COPY_S = 1e-6, 5e-6
+"""Seconds of compute and of a copy per token."""
 
 
 def point(tokens, context, *, slower=1.0):
-    """A unit whose time grows with its tokens and its pairs."""
-    attention = PAIR_S * tokens * (context + tokens / 2)
-    products = PRODUCTS_S * tokens
+    compute_s = TOKEN_S * tokens
     return OverlapPoint(
-        tokens,
-        context,
-        1000 * tokens,
-        products,
-        attention,
-        COPY_S * tokens,
-        products * slower,
-        attention * slower,
-        0.0,
+        tokens, context, 1000 * tokens, compute_s, COPY_S * tokens, compute_s * slower, 0.0
     )
 
 
@@ -60,7 +50,7 @@ def test_a_narrow_terminal_cuts_no_word():
     text = console.file.getvalue()
     assert "…" not in text
     heading = next(line for line in text.splitlines() if line.startswith(" tokens"))
-    assert heading.split()[-3:] == ["change", "products", "attention"]
+    assert heading.split()[-2:] == ["exposed", "change"]
 
 
 def test_unsteady_timings_are_said_not_to_be_planned_with():
@@ -113,14 +103,26 @@ def test_copies_that_take_longer_than_compute_are_exposed(operands, small, tmp_p
     assert found.exposed_s > 0.01
 
 
-def test_a_slow_device_gets_shorter_units(operands, small, monkeypatch):
-    monkeypatch.setattr(overlap._ForwardWork, "time", lambda unit, units: (0.1, 0.8))
-    shapes, left_out = overlap._shapes(operands, replace(small, dtype="fp32"), quick=False)
-    assert set(shapes) == {(256, 0), (256, 4096), (256, 16384), (1024, 0)}
-    assert len(left_out) == 5
-    assert left_out[0][:2] == (1024, 4096)
-    lines = list(overlap_screen(replace(OVERLAP, left_out=tuple(left_out))))
-    assert "left out: 1Ki tokens after 4Ki, would take 1.29 s a unit" in lines
+def test_a_slow_device_gets_shorter_units(operands, small, tmp_path, monkeypatch):
+    """Of three times three units only the short ones take less than a second."""
+    tried = []
+
+    def warm_s(unit):
+        tried.append((unit.tokens, unit.context))
+        return unit.tokens * (unit.context + 100) / 1e5
+
+    monkeypatch.setattr(overlap._ForwardWork, "warm_s", warm_s)
+    monkeypatch.setattr(overlap, "_measure", lambda unit, *_, quick: point(*tried[-1]))
+    monkeypatch.setattr(overlap, "_TOKENS", {"cpu": (64, 128, 256)})
+    monkeypatch.setattr(overlap, "_CONTEXTS", {"cpu": (0, 512, 1024)})
+    watcher = Watcher()
+    found = measure_overlap(operands, small, directory=tmp_path, quick=False, watcher=watcher)
+    measured = [(point.tokens, point.context) for point in found.points]
+    assert measured == [(64, 0), (64, 512), (64, 1024), (128, 0), (128, 512), (256, 0)]
+    assert found.left_out == ((128, 1024, "1.44 s a unit"), (256, 512, "1.57 s a unit"))
+    assert (256, 1024) not in tried
+    assert watcher.advanced == 9
+    assert "left out: 128 tokens after 1Ki, and longer: 1.44 s a unit" in overlap_screen(found)
 
 
 def test_what_the_device_has_no_memory_for_is_left_out(operands, small, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench import disk, suite
+from sppo.bench.overlap import measured_layer
 from sppo.cli import bench_tables
 from sppo.hardware import this_machine
 from sppo.hardware.file import hardware_json, read_hardware
@@ -82,7 +83,7 @@ def test_json_is_one_object_and_nothing_else(measured, tmp_path):
     assert measured == [(SUBJECTS, ("bf16", "fp32"), True)]
     report = json.loads(result.stdout)
     assert report["hardware"]["provenance"] == "measured"
-    assert report["copies"][0]["planned"]["in_flight"] == 1
+    assert report["copies"][0]["planned"]["request_bytes"] == 16 << 20
     assert report["overlap"]["points"][0]["tokens"] == 256
     assert report["hardware"]["device"]["gemm_points"][0]["tokens"] == 512
     assert (report["output"], report["worst_spread"]) == (None, 0.1)
@@ -151,11 +152,11 @@ def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     succeed("bench", "overlap", "--quick", "--run", "run.yaml")
     text = succeed("bench", "all", "--run", "run.yaml", "--disk", "slow")
     assert [str(setup.directory) for setup in setups] == [".", "fast", "slow"]
-    assert [setup.layer.dtype for setup in setups] == ["bf16", "fp32", "fp32"]
-    assert setups[1].layer.model.vocab_size == 32
+    assert [setup.dtypes for setup in setups] == [("bf16", "fp32"), ("fp32",), ("fp32",)]
+    layers = [measured_layer("cpu", setup.run) for setup in setups]
+    assert [layer.model.vocab_size for layer in layers] == [257, 32, 32]
     for words in ("write or read alone", "both at once: 0.00 GB/s out"):
         assert words in text
-    assert [setup.model for setup in setups] == [None, setups[1].layer.model, setups[2].layer.model]
 
 
 def test_no_room_on_the_disk_is_told_before_anything_is_measured(measured, monkeypatch):
