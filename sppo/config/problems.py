@@ -23,8 +23,10 @@ MISSING = "(missing)"
 _ELSEWHERE = {
     "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
     "tensor_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=megatron",
+    "optimizer.offload": "state.optimizer=host",
 }
-"""What other programs' keys with these first words are called here."""
+"""Names here of keys of other programs, by their first words, and of an earlier version, by path.
+"""
 
 _NO_SUCH_KEY = ("extra_forbidden", "invalid_key")
 _UNREADABLE = ("int_parsing", "float_parsing", "bool_parsing")
@@ -156,15 +158,17 @@ def _problem(
 
 def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
     """Return the problem of a key that does not exist in its section."""
-    key, known = names[-1], keys[".".join(names[:-1])]
-    here = next((here for first, here in _ELSEWHERE.items() if key.startswith(first)), None)
+    key, path, known = names[-1], ".".join(names), keys[".".join(names[:-1])]
+    here = next(
+        (here for told, here in _ELSEWHERE.items() if key.startswith(told) or path == told), None
+    )
     if here is not None:
         hint = f" Here it is {here}."
     elif keys is RUN_KEYS and key in KEY_PATHS:
         hint = f" Did you mean {' or '.join(KEY_PATHS[key])}?"
     else:
         hint = nearest(key, known) or f" Known keys: {', '.join(known)}"
-    return Problem(".".join(names), quoted(value), f"unknown key.{hint}")
+    return Problem(path, quoted(value), f"unknown key.{hint}")
 
 
 def _section_rule(section: str) -> str:

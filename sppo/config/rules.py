@@ -206,16 +206,9 @@ def _kv_agrees(run: RunConfig) -> Broken:
 def _tiers_agree(run: RunConfig) -> Broken:
     """Weights or gradients on host or disk need the optimizer on the same tier.
 
-    The optimizer runs on the tier of its state. ``optimizer.offload`` stands for
-    ``state.optimizer=host``.
+    The optimizer runs on the tier of its state.
     """
     state, steps_at = run.state, run.state.optimizer
-    if run.optimizer.offload and steps_at in ("device", "disk"):
-        rule = f"is state.optimizer=host, and that key says {steps_at}; leave one of the two out"
-        yield "optimizer.offload", rule
-        return
-    if run.optimizer.offload:
-        steps_at = "host"
     for key, tier in _away(run):
         if steps_at not in ("auto", tier):
             yield (

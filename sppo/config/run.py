@@ -229,8 +229,6 @@ class OptimizerConfig(Section):
     final_lr_ratio: Fraction = 0.0
     """Fraction of ``lr`` at the end of cosine and linear decay. It is reached one step after the
     last step, so that every step has a rate above 0."""
-    offload: bool = False
-    """true is another name of ``state.optimizer=host``; false leaves the choice to that key."""
 
 
 class TrainConfig(Section):

@@ -212,8 +212,7 @@ def _tiers(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
 
 def _may_offload(run: RunConfig, hardware: HardwareSpec) -> bool:
     host = hardware.node.host_memory_bytes
-    stays = run.state.optimizer == "device" and not run.optimizer.offload
-    return stays and host > 0 and hardware.device.kind != "cpu"
+    return run.state.optimizer == "device" and host > 0 and hardware.device.kind != "cpu"
 
 
 def _offloading(run: RunConfig) -> RunConfig:

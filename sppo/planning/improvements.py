@@ -154,7 +154,7 @@ def _other_requests(solution: Solution) -> Iterator[_Change]:
         return _Change(f"{section}.{key}={text}", new, hardware)
 
     on_host = hardware.node.host_memory_bytes > 0 and hardware.device.kind != "cpu"
-    if on_host and not run.optimizer.offload and run.state.optimizer in ("auto", "device"):
+    if on_host and run.state.optimizer in ("auto", "device"):
         yield changed("state", optimizer="host")
     for level in range(run.parallel.zero + 1, 4):
         yield changed("parallel", zero=level)

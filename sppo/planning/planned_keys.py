@@ -35,7 +35,6 @@ _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
         "disk_memory",
     ),
     "state": None,
-    "optimizer": ("offload",),
     "train": ("sequences_per_step", "samples_per_step", "tokens_per_step", "dtype"),
 }
 """Keys of a run file that a plan holds, by section; None means all keys of the section."""

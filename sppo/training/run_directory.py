@@ -53,7 +53,7 @@ _MAY_CHANGE = frozenset(
 )
 """Sections and keys that may change when a run is resumed: its length, how often it is saved and
 displayed, the number of ranks, how sequences are cut and what is recomputed (none of which changes
-what is learnt), and the data of evaluations."""
+what is learnt), the data of evaluations, and ``optimizer.offload``, a key of an earlier version."""
 
 
 def check_output(run: RunConfig) -> None:

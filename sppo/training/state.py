@@ -338,11 +338,8 @@ def loss_terms(run: RunConfig) -> LossTerms:
 def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]:
     """Return the memory of the tier behind the device, and the lane to and from it."""
     run, device, limit_s = job.run, job.device, job.failed_step_timeout_s
-    asked = {part: getattr(run.state, part) for part in ("weights", "gradients", "optimizer")}
-    if run.optimizer.offload:
-        asked["optimizer"] = "host"
-    for part, tier in asked.items():
-        if device.kind == "cpu" and tier == "host":
+    for part in ("weights", "gradients", "optimizer"):
+        if device.kind == "cpu" and getattr(run.state, part) == "host":
             _log.info("state.%s=host: it stays, for a CPU's memory is the host's", part)
     if not tiers.leaves_device:
         return None, None

@@ -86,6 +86,7 @@ _HERE = "unknown key. Here it is parallel.sequence_parallel_degree, with sequenc
     [
         ("parallel.context_parallel_degree", 8, f"{_HERE}ulysses."),
         ("parallel.tensor_parallel_size", 8, f"{_HERE}megatron."),
+        ("optimizer.offload", True, "unknown key. Here it is state.optimizer=host."),
         *(
             ("optimizer.betas", betas, "must be a list of 2 numbers, such as [0.9, 0.95]")
             for betas in (0.9, [0.9], [0.9, 0.95, 0.99])

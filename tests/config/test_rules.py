@@ -53,7 +53,7 @@ TWO_REPLICAS = {"data_parallel_degree": 2}
         {"parallel": {"virtual_stages": 1, "multiplexed": "on"}},
         # What a run file alone cannot tell: a CPU has no host tier, which training refuses.
         {"activations": {"tier": "host"}},
-        {"optimizer": {"offload": True}},
+        {"state": {"optimizer": "host"}},
         {**DOCUMENTS, "train": {"samples_per_step": 2}},
         {**DOCUMENTS, "train": {"samples_per_step": 1}, "sequence": {"longer": "drop"}},
         {**DOCUMENTS, "train": {"tokens_per_step": 64}, "sequence": {"longer": "refuse"}},

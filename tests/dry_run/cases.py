@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
         "activations": {"policy": "offload_all", "kv": "offload", "tier": "disk", "disk": "."},
         "model": {**MODEL, "num_layers": 4},
     },
-    "optimizer on the host": {"optimizer": {"offload": True}},
+    "optimizer on the host": {"state": {"optimizer": "host"}},
     "state on the host": {
         "parallel": {"virtual_stages": 4},
         "state": {"weights": "host", "gradients": "host"},

@@ -130,7 +130,7 @@ def test_odd_buckets_are_within_one_rounding():
 
 def test_on_a_cpu_it_changes_nothing_and_says_so(work, caplog):
     caplog.set_level(logging.INFO)
-    succeed("train", "run.yaml", "optimizer.offload=true", "train.steps=1")
+    succeed("train", "run.yaml", "state.optimizer=host", "train.steps=1")
     assert caplog.text.count("state.optimizer=host: it stays") == 1
     plan = read_plan(work / "out" / "plan.json")
     assert plan.state == ON_DEVICE

@@ -91,8 +91,8 @@ def test_stages_after_one_another_fit_where_one_does_not():
 
 def test_a_cpu_has_nowhere_else_to_keep_the_optimizer():
     whole = run_config()
-    optimizer = whole.optimizer.model_copy(update={"offload": True})
-    offloaded = plan(whole.model_copy(update={"optimizer": optimizer}))
+    state = whole.state.model_copy(update={"optimizer": "host"})
+    offloaded = plan(whole.model_copy(update={"state": state}))
     assert offloaded.stages[0].memory == plan(whole).stages[0].memory
     assert offloaded.stages[0].memory.device.optimizer_bytes > 0
 

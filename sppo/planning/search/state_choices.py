@@ -73,8 +73,6 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
 def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> Tier | None:
     """Return the tier that a run asks for a part of the state; None if it leaves the tier open."""
     written = getattr(run.state, part)
-    if part == "optimizer" and run.optimizer.offload:
-        written = "host"
     if written == "auto":
         return None
     tier: Tier = "device" if on_cpu and written == "host" else written

@@ -41,7 +41,6 @@ DISK_RATES = {"disk_write_bytes_per_s": 2e9, "disk_read_bytes_per_s": 2e9}
         ({}, {"parallel": {"schedule": "seq1f1b"}}, LADDER[:2]),
         ({}, {"parallel": {"multiplexed": "on"}}, LADDER[:2]),
         ({"optimizer": "host"}, {}, LADDER[1:]),
-        ({}, {"optimizer": {"offload": True}}, LADDER[1:]),
         ({"optimizer": "device"}, {}, LADDER[:1]),
         ({"weights": "device", "gradients": "device"}, {}, LADDER[:2]),
         ({"weights": "host"}, {}, (StateTiers("host", "device", "host"), LADDER[3])),

@@ -193,7 +193,7 @@ def test_a_rank_that_is_bound_far_from_its_gpu_says_so(monkeypatch, caplog):
 
 
 IN_HOST_MEMORY = {
-    "optimizer": {"optimizer": {"offload": True}},
+    "optimizer": {"state": {"optimizer": "host"}},
     "all": {
         "state": {"weights": "host", "gradients": "host", "optimizer": "host"},
         "parallel": {"virtual_stages": 3},

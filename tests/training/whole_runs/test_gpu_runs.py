@@ -70,7 +70,7 @@ def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, s
 
 
 IN_HOST_MEMORY = {
-    "optimizer": ((2, 1, 1), {"optimizer.offload": True}),
+    "optimizer": ((2, 1, 1), {"state.optimizer": "host"}),
     "all": (
         (1, 2, 1),
         {
@@ -130,7 +130,7 @@ def small(work, run_file):
         {"activations": {"policy": "recompute"}},
         {"activations": {"policy": "offload_all", "debug": True}},
         {"activations": {"policy": "offload_all", "tier": "disk", "disk": "spill"}},
-        {"optimizer": {"offload": True}},
+        {"state": {"optimizer": "host"}},
     ],
     ids=str,
 )

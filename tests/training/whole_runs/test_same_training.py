@@ -45,7 +45,7 @@ ON_GPU = {
         "activations.policy": "offload_all",
         "activations.tier": "disk",
     },
-    "gpu, optimizer in host": {"optimizer.offload": True},
+    "gpu, optimizer in host": {"state.optimizer": "host"},
     "gpu, all in host and on a disk": {
         **DISK,
         **STAGES,
