@@ -28,6 +28,11 @@ class Stopped(BaseException):
     advice = ""
     """Text that follows the name of the signal in the message."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = stopped_exit_code(number)
+        """Exit code; it also tells a rank's flight record that the reason is printed elsewhere."""
+
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
@@ -76,7 +81,7 @@ class _Handler:
         if _is_importing(frame):
             _say_stopped(number)
             os._exit(stopped_exit_code(number))
-        raise Stopped
+        raise Stopped(number)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from sppo.cli.stop_signals import Stopped
 from sppo.parallel.job.failure_report import RankEnd, exit_code, failure_report, first_failure
 from sppo.parallel.job.flight_record import ProgressNote, RankProgress, RankState, read_progress
 from sppo.parallel.job.peer_errors import LATE, PeerLostError, peer_errors
@@ -342,6 +343,9 @@ def test_a_failure_that_is_told_again_keeps_its_time_and_gets_its_last_message(p
     first = read_progress(path)
     assert (first.state, first.message) == ("failed", "no such data")
     time.sleep(0.02)
+    with pytest.raises(Stopped), progress.failing():
+        raise Stopped(signal.SIGTERM)
+    assert read_progress(path).message == ""  # standard error has it
     with pytest.raises(typer.Exit), progress.ending():
         raise typer.Exit(2)
     last = read_progress(path)
