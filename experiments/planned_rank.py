@@ -28,7 +28,7 @@ from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.executed_step import executed_timeline
 from sppo.training.job import Job
 from sppo.training.state import build_state
-from sppo.training.trainer import warm_up
+from sppo.training.warm_up import warm_up
 
 
 def joined_job(run: RunConfig, rank: int, device: CpuDevice) -> Job:

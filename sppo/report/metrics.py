@@ -116,16 +116,6 @@ class StepMetrics:
     correction_steps: int | None = None
     """Number of earlier steps on which the correction is based, at most seven; 0 for no
     correction, as where it has not helped."""
-    forward_correction: float | None = None
-    """Factor of the predicted time of forwards: a median over the earlier steps."""
-    backward_correction: float | None = None
-    """Factor of the predicted time of backwards: a median over the earlier steps."""
-    waiting_correction: float | None = None
-    """Factor of the time from the first action to the last, beyond the correction of compute."""
-    predicted_rest_s: float | None = None
-    """Predicted time outside of the program: reading data, reducing gradients, the update."""
-    prediction_error: float | None = None
-    """Predicted step time divided by measured step time, less 1."""
     skipped: bool = False
     """True if the update was skipped: loss or gradients were not finite, or no label was valid."""
 

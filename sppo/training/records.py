@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sppo.cost.memory.process_growth import POOL_FREE_BYTES
 from sppo.cost.memory.stage_memory import MemoryBuckets
@@ -46,35 +46,26 @@ class MeasuredBuckets:
     """Peaks of device memory in bytes, by memory bucket."""
 
     weights_bytes: int = 0
-    """Bytes of the weights that stay on the device, and of weights gathered while in use."""
+    """Bytes of the weights that stay on the device."""
     gradients_bytes: int = 0
-    """Bytes of the gradients that stay on the device, and of whole gradients until reduced."""
+    """Bytes of the gradients that stay on the device."""
     optimizer_bytes: int = 0
     kv_bytes: int = 0
     activations_bytes: int = 0
+    gathered_bytes: int = 0
+    """Bytes of weights that are gathered while in use."""
+    whole_gradients_bytes: int = 0
+    """Bytes of gradients that are whole until they are reduced."""
     copies_bytes: int = 0
     """Bytes of the slots that offloaded tensors pass through."""
-    kept_weights_bytes: int = 0
-    """Bytes of the weights that stay on the device."""
-    kept_gradients_bytes: int = 0
-    """Bytes of the gradients that stay on the device."""
     working_bytes: int | None = None
     """Bytes of the working set; None if tensors are in the C heap, which does not count them."""
     free_bytes: int = 0
     """Bytes that the pool of the allocator has from the system beyond those of tensors."""
 
-    @property
-    def counted_bytes(self) -> int:
-        """Sum of all buckets, in bytes."""
-        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        saved = self.kv_bytes + self.activations_bytes + self.copies_bytes
-        return state + saved + (self.working_bytes or 0)
-
     def count_state(self, state: TrainingState) -> None:
         """Count the weights, gradients and optimizer states that stay on the device."""
-        weights, gradients, self.optimizer_bytes = state.device_bytes
-        self.kept_weights_bytes = self.weights_bytes = weights
-        self.kept_gradients_bytes = self.gradients_bytes = gradients
+        self.weights_bytes, self.gradients_bytes, self.optimizer_bytes = state.device_bytes
 
     def count_step(self, peaks: EnginePeaks, *, copies_bytes: int, pool: PoolUse | None) -> None:
         """Raise the peaks of the buckets to those of one step.
@@ -86,12 +77,10 @@ class MeasuredBuckets:
                 less its use at the end and less the bytes that the engine counts. None if the
                 allocator does not count its use.
         """
-        weights = self.kept_weights_bytes + peaks.gathered_bytes
-        self.weights_bytes = max(self.weights_bytes, weights)
-        gradients = self.kept_gradients_bytes + peaks.whole_gradients_bytes
-        self.gradients_bytes = max(self.gradients_bytes, gradients)
         self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
         self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
+        self.gathered_bytes = max(self.gathered_bytes, peaks.gathered_bytes)
+        self.whole_gradients_bytes = max(self.whole_gradients_bytes, peaks.whole_gradients_bytes)
         self.copies_bytes = max(self.copies_bytes, copies_bytes)
         if pool is not None:
             counted = peaks.pooled_activations_bytes + peaks.gathered_bytes
@@ -163,48 +152,53 @@ def predicted_and_measured(
         all_bytes: Peak memory of the process, less what it held before it trained, and less pages
             of libraries, which the system shares and can drop.
     """
-    if measured.working_bytes is None:
-        rest = {
-            "working set and heap": (
-                predicted.working_bytes
-                + predicted.communication_bytes
-                + predicted.heap_bytes
-                + predicted.growth_bytes,
-                max(0, all_bytes - measured.counted_bytes),
-            )
-        }
-    else:
-        # The plan counts an allowance for free memory of a pool as growth of the process.
-        allowance = POOL_FREE_BYTES if measured.free_bytes else 0
-        free = {"free in the pool": (allowance, measured.free_bytes)} if allowance else {}
-        rest = {
-            # Buffers of messages and exchanged tensors cannot be separated from it.
-            "working set": (
-                predicted.working_bytes + predicted.communication_bytes,
-                measured.working_bytes,
-            ),
-            "process growth": (
-                predicted.growth_bytes + predicted.heap_bytes - allowance,
-                # Negative where the system took back pages that count as held in a bucket.
-                max(0, all_bytes - measured.counted_bytes - measured.free_bytes),
-            ),
-            **free,
-        }
-    copies = predicted.copies_bytes, measured.copies_bytes
-    return {
-        "weights": (predicted.weights_bytes, measured.weights_bytes),
-        "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
+    found = {
+        "weights": (predicted.weights_bytes, measured.weights_bytes + measured.gathered_bytes),
+        "gradients": (
+            predicted.gradients_bytes,
+            measured.gradients_bytes + measured.whole_gradients_bytes,
+        ),
         "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
         "K/V and gradients": (predicted.kv_bytes + predicted.kv_gradients_bytes, measured.kv_bytes),
         "activations": (
             predicted.activations_bytes + predicted.loss_gradient_bytes,
             measured.activations_bytes,
         ),
-        **({"copies": copies} if any(copies) else {}),
-        **rest,
-        # Torch does not count the memory that NCCL allocates.
-        "all": (predicted.total_bytes - predicted.communicators_bytes, all_bytes),
     }
+    if predicted.copies_bytes or measured.copies_bytes:
+        found["copies"] = (predicted.copies_bytes, measured.copies_bytes)
+    counted_bytes = sum(measured_bytes for _, measured_bytes in found.values())
+    counted_bytes += (measured.working_bytes or 0) + measured.free_bytes
+    # Negative where the system took back pages that count as held in a bucket.
+    rest_bytes = max(0, all_bytes - counted_bytes)
+    # Buffers of messages and exchanged tensors cannot be separated from the working set.
+    working_bytes = predicted.working_bytes + predicted.communication_bytes
+    growth_bytes = predicted.growth_bytes + predicted.heap_bytes
+    if measured.working_bytes is None:
+        found["working set and heap"] = (working_bytes + growth_bytes, rest_bytes)
+    else:
+        # The plan counts an allowance for free memory of a pool as growth of the process.
+        allowance = POOL_FREE_BYTES if measured.free_bytes else 0
+        found["working set"] = (working_bytes, measured.working_bytes)
+        found["process growth"] = (growth_bytes - allowance, rest_bytes)
+        if allowance:
+            found["free in the pool"] = (allowance, measured.free_bytes)
+    # Torch does not count the memory that NCCL allocates.
+    found["all"] = (predicted.total_bytes - predicted.communicators_bytes, all_bytes)
+    return found
+
+
+class _RankFigures(NamedTuple):
+    """Figures of a step of which the largest over all ranks is recorded."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+    step_s: float
+    peak_bytes: float
+    exposed_copy_s: float
+    predicted_step_s: float
+    planning_wait_s: float
 
 
 def _packing(plan: StepPlan, done: DoneStep, job: Job) -> dict[str, Any]:
@@ -292,30 +286,29 @@ class StepRecords:
             lr: Scheduled learning rate, also if the update was skipped.
             learnt: Metrics of the correction of predicted times.
         """
-        peers, result, copies = self._job.peers, done.result, done.copies
-        own_peak = self._job.device.peak_bytes()
-        forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, waited_s = (
-            peers.largest(
-                [
-                    *(result.forward_s, result.backward_s, done.rest_s, done.seconds),
-                    *(own_peak, copies.exposed_s, work.step_s),
-                    0.0 if work.samples is None else work.samples.wait_s,
-                ]
-            )
+        job, copies, samples = self._job, done.copies, work.samples
+        own = _RankFigures(
+            forward_s=done.result.forward_s,
+            backward_s=done.result.backward_s,
+            rest_s=done.rest_s,
+            step_s=done.seconds,
+            peak_bytes=job.device.peak_bytes(),
+            exposed_copy_s=copies.exposed_s,
+            predicted_step_s=work.step_s,
+            planning_wait_s=0.0 if samples is None else samples.wait_s,
         )
-        offloaded, host_bytes, disk_bytes = peers.total(
+        largest = _RankFigures(*job.peers.largest(own))
+        phases_s = (largest.forward_s, largest.backward_s, largest.rest_s)
+        self._outcome.add(work, done, phases_s, peak_bytes=int(own.peak_bytes))
+        offloaded_bytes, host_bytes, disk_bytes = job.peers.total(
             [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
         )
-        self._outcome.add(work, done, (forward_s, backward_s, rest_s), peak_bytes=own_peak)
         tokens, model_flops, executed_flops = _of_replicas(
-            self._job, work.tokens, work.model_flops, work.executed_flops
+            job, work.tokens, work.model_flops, work.executed_flops
         )
         peak_flops_per_s = self._outcome.base.peak_flops_per_s
-        most_flops = (
-            peak_flops_per_s and peak_flops_per_s * self._job.mesh.shape.num_ranks * seconds
-        )
-        packing = (
-            {} if work.samples is None else _packing(work.samples.replica.plan, done, self._job)
+        most_flops = peak_flops_per_s and (
+            peak_flops_per_s * job.mesh.shape.num_ranks * largest.step_s
         )
         return StepMetrics(
             step=work.number,
@@ -324,21 +317,21 @@ class StepRecords:
             lr=lr,
             tokens=int(tokens),
             labels=done.sums.num_valid,
-            step_s=seconds,
-            tokens_per_s=tokens / seconds,
+            step_s=largest.step_s,
+            tokens_per_s=tokens / largest.step_s,
             mfu=most_flops and model_flops / most_flops,
             hfu=most_flops and executed_flops / most_flops,
-            predicted_step_s=predicted_s,
-            device_peak_bytes=int(peak),
+            predicted_step_s=largest.predicted_step_s,
+            device_peak_bytes=int(largest.peak_bytes),
             host_peak_bytes=int(host_bytes),
-            offloaded_bytes=int(offloaded),
-            exposed_copy_s=exposed_s,
+            offloaded_bytes=int(offloaded_bytes),
+            exposed_copy_s=largest.exposed_copy_s,
             copy_out_bytes_per_s=copies.out_bytes_per_s or None,
             copy_back_bytes_per_s=copies.back_bytes_per_s or None,
             disk_peak_bytes=int(disk_bytes),
             skipped=done.lr is None,
-            planning_wait_s=None if work.samples is None else waited_s,
-            **packing,
+            planning_wait_s=None if samples is None else largest.planning_wait_s,
+            **({} if samples is None else _packing(samples.replica.plan, done, job)),
             **learnt,
         )
 

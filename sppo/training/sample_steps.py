@@ -182,8 +182,10 @@ class SampleSteps(StepSource):
     ) -> None:
         run, mesh, peers = job.run, job.mesh, job.peers
         self._run, self._data, self._mesh = run, data, mesh
-        history = saved_history(metadata, plan=plan)
-        self._corrections = Corrections(history, plan=plan, peers=peers)
+        self._plan, self._peers = plan, peers
+        self._history = saved_history(metadata, plan=plan)
+        """Figures of earlier steps. Planning of a step may begin when the step before begins, so
+        its correction does not rest on that step."""
         self._plans = StepPlans(
             step_planner(plan, background_saves=run.checkpoint.async_save),
             replica=mesh.at.data,
@@ -201,10 +203,10 @@ class SampleSteps(StepSource):
             MemoryError: No plan fits.
         """
         samples = self._data.step_samples(consumed)
-        taken = self._plans.take(self._request(samples, self._corrections.current))
+        taken = self._plans.take(self._request(samples, self._history.previous))
         if step + 1 < self._run.train.steps:
             following = self._data.step_samples(consumed + len(samples))
-            self._plans.begin(self._request(following, self._corrections.following))
+            self._plans.begin(self._request(following, self._history.current))
         plan, prediction = taken.replica.plan, taken.replica.prediction
         own = [samples[index] for index in taken.replica.replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
@@ -260,82 +262,69 @@ class SampleSteps(StepSource):
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Correct the predictions of steps after the next; return metrics of this step."""
         assert work.samples is not None, "every step of samples is planned"
-        return self._corrections.learn(done, work.samples)
+        prediction = work.samples.replica.prediction
+        self._history = self._history.after(step_figures(done, work.samples, self._peers))
+        (uncorrected_s,) = self._peers.largest([prediction.uncorrected_s])
+        return {
+            "uncorrected_step_s": uncorrected_s,
+            "correction_steps": prediction.correction.steps,
+        }
 
     def saved(self) -> Mapping[str, Any]:
         """Return the history by which predictions are corrected."""
-        return self._corrections.saved()
+        return history_to_save(self._history, plan=self._plan)
 
     def close(self) -> None:
         """End the process that plans ahead."""
         self._plans.close()
 
 
-class Corrections:
-    """Corrects the predicted times of a run's steps by the measured times of earlier steps.
+# Measured times, by which predictions are corrected
 
-    The correction of a step is fixed when the step before it begins, because planning of the step
-    may begin then.
 
-    Args:
-        history: Figures of the steps before.
-        plan: Plan of the run.
-        peers: Collectives over all ranks, which call :meth:`learn` together.
-    """
+def step_figures(done: DoneStep, taken: TakenPlan, peers: HostCollectives) -> StepFigures:
+    """Return the figures of a step over all ranks, bit-identical on each. Collective."""
+    prediction, trace = taken.replica.prediction, done.result.trace
+    own = [
+        *astuple(action_sums(trace, prediction.uncorrected, kinds=_FORWARDS)),
+        *astuple(action_sums(trace, prediction.uncorrected, kinds=_BACKWARDS)),
+        done.seconds - done.rest_s,
+        prediction.uncorrected_actions_s,
+        done.rest_s - taken.wait_s,
+        1.0,
+    ]
+    *sums, actions_s, predicted_s, rest_s, count = peers.total(own)
+    return StepFigures.of(
+        ActionSums(*sums[:2]),
+        ActionSums(*sums[2:]),
+        actions=actions_s / predicted_s,
+        rest_s=rest_s / count,
+    )
 
-    def __init__(
-        self, history: CorrectionHistory, *, plan: ExecutionPlan, peers: HostCollectives
-    ) -> None:
-        self._history, self._plan, self._peers = history, plan, peers
-        self.current: StepCorrection = history.previous
-        """Correction for the step that begins or runs now."""
 
-    @property
-    def following(self) -> StepCorrection:
-        """Correction for the step after the one that begins or runs now."""
-        return self._history.current
+def action_sums(
+    trace: Sequence[ExecutedAction], costs: Costs, *, kinds: Collection[ActionKind]
+) -> ActionSums:
+    """Sum measured seconds and uncorrected costs of the actions of some kinds that a rank ran."""
+    done = [one for one in trace if one.action.kind in kinds]
+    halves = any(one.action.kind == ActionKind.W for one in done)
+    seconds = {
+        ActionKind.F: costs.forward_s,
+        ActionKind.B: costs.backward_s if halves else costs.backward_s + costs.weight_s,
+        ActionKind.W: costs.weight_s,
+        ActionKind.KV: costs.kv_recompute_s,
+    }
+    # A stage runs every unit of the step.
+    run = dict.fromkeys((one.action.kind, one.action.stage) for one in done)
+    return ActionSums(
+        sum(one.finish_s - one.start_s for one in done),
+        sum(float(seconds[kind][stage].sum()) for kind, stage in run),
+    )
 
-    def learn(self, done: DoneStep, taken: TakenPlan) -> dict[str, Any]:
-        """Add the measured times of a step to the history, and return its metrics. Collective."""
-        prediction = taken.replica.prediction
-        self.current = self._history.current
-        self._history = self._history.after(self._figures(done, taken))
-        seconds, step_s, uncorrected_s = self._peers.largest(
-            [done.seconds, prediction.step_s, prediction.uncorrected_s]
-        )
-        correction = prediction.correction
-        return {
-            "uncorrected_step_s": uncorrected_s,
-            "correction_steps": correction.steps,
-            "forward_correction": correction.compute.forward,
-            "backward_correction": correction.compute.backward,
-            "waiting_correction": correction.waiting,
-            "predicted_rest_s": prediction.phases_s[-1],
-            "prediction_error": step_s / seconds - 1,
-        }
 
-    def _figures(self, done: DoneStep, taken: TakenPlan) -> StepFigures:
-        """Return the figures of a step over all ranks, bit-identical on each. Collective."""
-        prediction, trace = taken.replica.prediction, done.result.trace
-        own = [
-            *astuple(action_sums(trace, prediction.uncorrected, kinds=_FORWARDS)),
-            *astuple(action_sums(trace, prediction.uncorrected, kinds=_BACKWARDS)),
-            done.seconds - done.rest_s,
-            prediction.uncorrected_actions_s,
-            done.rest_s - taken.wait_s,
-            1.0,
-        ]
-        *sums, actions_s, predicted_s, rest_s, count = self._peers.total(own)
-        return StepFigures.of(
-            ActionSums(*sums[:2]),
-            ActionSums(*sums[2:]),
-            actions=actions_s / predicted_s,
-            rest_s=rest_s / count,
-        )
-
-    def saved(self) -> dict[str, Any]:
-        """Return the history as an entry of a checkpoint's metadata."""
-        return {_SAVED: {"of": _key(self._plan), "steps": self._history.as_json()}}
+def history_to_save(history: CorrectionHistory, *, plan: ExecutionPlan) -> dict[str, Any]:
+    """Return a history as an entry of a checkpoint's metadata."""
+    return {_SAVED: {"of": _key(plan), "steps": history.as_json()}}
 
 
 def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> CorrectionHistory:
@@ -369,26 +358,3 @@ def _key(plan: ExecutionPlan) -> dict[str, Any]:
         "sequence_parallel_degree": plan.sequence_parallel_degree,
         "sequence_parallel": plan.sequence_parallel,
     }
-
-
-def action_sums(
-    trace: Sequence[ExecutedAction], costs: Costs, *, kinds: Collection[ActionKind]
-) -> ActionSums:
-    """Sum measured seconds and uncorrected costs of the actions of some kinds that a rank ran."""
-    done = [one for one in trace if one.action.kind in kinds]
-    halves = any(one.action.kind == ActionKind.W for one in done)
-    seconds = {
-        ActionKind.F: costs.forward_s,
-        ActionKind.B: costs.backward_s if halves else costs.backward_s + costs.weight_s,
-        ActionKind.W: costs.weight_s,
-        ActionKind.KV: costs.kv_recompute_s,
-    }
-    units = {one.action.unit for one in trace if one.action.kind == ActionKind.F}  # all of the step
-    places = {unit: index for index, unit in enumerate(sorted(units))}
-    return ActionSums(
-        sum(one.finish_s - one.start_s for one in done),
-        sum(
-            float(seconds[one.action.kind][one.action.stage, places[one.action.unit]])
-            for one in done
-        ),
-    )

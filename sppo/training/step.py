@@ -123,29 +123,31 @@ class SequenceSteps(StepSource):
     """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
 
     def __init__(self, job: Job, data: TrainingData, plan: ExecutionPlan) -> None:
-        run, mesh = job.run, job.mesh
-        self._data, self._plan, self._mesh = data, plan, mesh
-        self._count = run.train.sequences_per_step // mesh.shape.data_parallel
-        length, predicted = run.sequence.length, plan.predicted
-        self._same: dict[str, Any] = {
-            "boundaries": [plan.boundaries] * self._count,
-            "tokens": self._count * length,
-            "model_flops": step_flops(run.model, length=length, sequences=self._count),
-            "executed_flops": executed_flops(plan.candidate(), plan.placement()),
-            "step_s": predicted.step_s,
-            "phases_s": (predicted.forward_s, predicted.backward_s, predicted.update_s),
-            "memory": plan.rank_memory[mesh.at.pipeline].device,
-        }
-        """Fields of the work that are the same in all steps."""
+        self._job, self._data, self._plan = job, data, plan
+        self._executed_flops = executed_flops(plan.candidate(), plan.placement())
 
     def work(self, step: int, *, consumed: int) -> StepWork:
-        """Return the work of a step."""
+        """Return the work of a step: the sequences of this replica, cut as planned."""
+        run, mesh, predicted = self._job.run, self._job.mesh, self._plan.predicted
+        count, length = (
+            run.train.sequences_per_step // mesh.shape.data_parallel,
+            run.sequence.length,
+        )
         indices = self._data.step_samples(consumed)
-        first = self._mesh.at.data * self._count
-        own = [self._data.row([index]) for index in indices[first : first + self._count]]
-        num_valid = sum(sequence.num_valid for sequence in own)
+        first = mesh.at.data * count
+        own = [self._data.row([index]) for index in indices[first : first + count]]
         return StepWork(
-            number=step + 1, sequences=own, num_valid=num_valid, consumed=indices, **self._same
+            number=step + 1,
+            sequences=own,
+            boundaries=[self._plan.boundaries] * count,
+            num_valid=sum(sequence.num_valid for sequence in own),
+            consumed=indices,
+            tokens=count * length,
+            model_flops=step_flops(run.model, length=length, sequences=count),
+            executed_flops=self._executed_flops,
+            step_s=predicted.step_s,
+            phases_s=(predicted.forward_s, predicted.backward_s, predicted.update_s),
+            memory=self._plan.rank_memory[mesh.at.pipeline].device,
         )
 
 

@@ -11,42 +11,47 @@ import gc
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sppo.config import RunConfig
-from sppo.config.model import ModelConfig
-from sppo.cost.parameters import parameter_shapes
-from sppo.engine.engine import Engine
-from sppo.engine.unit import SequenceData
-from sppo.model.gradients import zero_gradients
-from sppo.optim.adamw import AdamW, clip_, global_norm
+from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.checkpoint.state_block import StateBlock
+from sppo.data.tokens import TokenData
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action
-from sppo.training.devices.device import Device
 from sppo.training.executed_step import step_timelines
 from sppo.training.interruption import Interrupted, NonFiniteError, StopRequest
+from sppo.training.job import Job
 from sppo.training.preflight import CheckedRun
 from sppo.training.records import Baseline, StepRecords, TrainingOutcome
-from sppo.training.run_checkpoints import RunCheckpoints
-from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
+from sppo.training.run_directory import (
+    PLAN_FILE,
+    locked_output,
+    note_configuration,
+    require_output,
+)
 from sppo.training.sample_steps import SampleSteps
-from sppo.training.state import DTYPES, TrainingState, build_state, loss_terms
+from sppo.training.state import DTYPES, TrainingState, build_state
 from sppo.training.step import (
     NonFiniteGuard,
     SequenceSteps,
     StepSource,
     StepSums,
     StepWork,
+    first_of,
+    is_finite,
+    nonfinite_names,
     run_step,
 )
+from sppo.training.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +59,8 @@ AUTOMATIC_S = 600.0
 """Least seconds of training from one checkpoint to the next with ``checkpoint.every=auto``."""
 SAVING_SHARE = 0.05
 """Largest share of the time that automatic checkpoints take; they are rarer if saving is slow."""
+_TIMEOUT_FACTOR = 10
+"""Factor on ``parallel.timeout_s`` for waits for other ranks that read or write a checkpoint."""
 _START_ANEW = (
     "earlier checkpoints are untouched: start anew in another train.output with a lower "
     "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
@@ -158,7 +165,6 @@ class StepLoop:
             num_actions=len(self._schedule.programs[job.mesh.at.pipeline]),
         )
         self._stopped_by: str | None = None
-        self._saved_step, self._saved_at, self._saving_s = outcome.first_step, time.monotonic(), 0.0
 
     def run(self, *, consumed: int) -> None:
         """Run all remaining steps; save when interrupted, and at the end unless disabled.
@@ -180,13 +186,17 @@ class StepLoop:
                     metrics = self._step(step, stop)
                     outcome.done_steps = step + 1
                     self._records.record(metrics)
-                    self._save_if_due(step + 1)
+                    if not self._guard.failing and self._checkpoints.is_due_by_step(step + 1):
+                        self._save()
             except Interrupted:
                 outcome.interrupted_by = stop.signal_name or self._stopped_by
                 done = f"saving after step {outcome.done_steps}"
                 self._records.say(f"{outcome.interrupted_by}: {done}")
             except (StepTooLargeError, NonFiniteError) as error:
-                self._save_what_is_left(error)
+                self._checkpoints.wait()
+                if isinstance(error, StepTooLargeError) or self._checkpoints.are_missing():
+                    self._save()
+                    self._checkpoints.wait()
                 raise
             outcome.saved = self._saves_now()
             unsaved = self._save() if outcome.saved else None
@@ -204,7 +214,12 @@ class StepLoop:
         reason = stop.signal_name
         if self._records.failure is not None:
             reason = f"{self._records.failure.filename}: {self._records.failure.strerror}"
-        told = self._peers.all_gather((reason, self._is_due_by_time()))
+        # While steps are skipped the state does not change, and the cause may already be in the
+        # weights: saving them would displace checkpoints from before.
+        is_due = not self._guard.failing and self._checkpoints.is_due_by_time(
+            self._outcome.done_steps
+        )
+        told = self._peers.all_gather((reason, is_due))
         named = [name for name, _ in told if name is not None]
         if named:
             self._stopped_by = named[0]
@@ -304,131 +319,136 @@ class StepLoop:
             )
         return work
 
-    # Checkpoints
-
-    def _is_due_by_time(self) -> bool:
-        """Return whether an automatic checkpoint is due by the clock of this rank."""
-        if self._run.checkpoint.every != "auto" or self._guard.failing:
-            return False
-        waited_s = time.monotonic() - self._saved_at
-        is_new = self._outcome.done_steps > self._saved_step
-        return is_new and waited_s >= max(AUTOMATIC_S, self._saving_s / SAVING_SHARE)
-
-    def _save_if_due(self, done: int) -> None:
-        every = self._run.checkpoint.every
-        # While steps are skipped the state does not change, and the cause may already be in the
-        # weights: saving them would displace checkpoints from before.
-        if every != "auto" and every and done % every == 0 and not self._guard.failing:
-            self._save()
-
     def _saves_now(self) -> bool:
         """Return whether a run that ends now must be saved. Collective."""
         if self._run.checkpoint.at_end or self._outcome.done_steps < self._run.train.steps:
             return True
         return any(self._peers.all_gather(self._records.failure is not None))
 
-    def _save_what_is_left(self, error: StepTooLargeError | NonFiniteError) -> None:
-        """Save the steps of a failed run; if they were not finite, only if no checkpoint exists."""
-        self._checkpoints.wait()
-        if isinstance(error, StepTooLargeError) or self._checkpoints.are_missing():
-            self._save()
-            self._checkpoints.wait()
-
     def _save(self) -> str | None:
         """Save a checkpoint; print and return why it was not saved, or return None."""
-        began = time.monotonic()
         unsaved = self._checkpoints.save(
             self._outcome.done_steps,
             sequences_consumed=self._consumed,
             more=self._source.saved(),
         )
-        self._saved_step, self._saved_at = self._outcome.done_steps, time.monotonic()
-        self._saving_s = self._saved_at - began
         if unsaved is not None:
             self._records.say(unsaved)
         return unsaved
 
 
-# Warm-up
-
-_WARM_UP_TOKENS = 64
-_MOST_LENGTHS = 16
-"""Largest number of distinct lengths with a step each; equal cuts have one or two lengths."""
-_TINY = {
-    "preset": None,
-    "from_hf": None,
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "mlp_size": 32,
-    "max_positions": 2 * _WARM_UP_TOKENS,
-    "sliding_window_first_layer": 0,
-}
+# Checkpoints
 
 
-def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
-    """Train a step of a tiny model, then one of a single layer for each length on this rank.
+class RunCheckpoints:
+    """Checkpoints of one run."""
 
-    The first step of a process loads libraries, starts threads, and compiles kernels for every
-    shape of a matrix product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths
-    of a second that belong to no bucket and no phase of a run. Thus they are part of the baseline,
-    before memory and time are measured. The models are discarded.
+    def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
+        run = job.run
+        self._run, self._peers, self._state = run, job.peers, state
+        self._output, self._tokens = output, tokens
+        self._manager = CheckpointManager(
+            output / CHECKPOINTS_DIRECTORY,
+            keep=run.checkpoint.keep,
+            async_save=run.checkpoint.async_save,
+            group=job.mesh.groups.world,
+            timeout_s=_TIMEOUT_FACTOR * run.parallel.timeout_s,
+        )
+        self._saved_step, self._saved_at, self._saving_s = 0, time.monotonic(), 0.0
+        """Steps of the newest checkpoint, the time of its save, and how long saving took."""
 
-    Args:
-        run: Validated run configuration.
-        lengths: Lengths of the subsequences, in tokens.
-        device: Device that computes.
-    """
-    tiny = run.model.model_copy(update=_TINY)
-    _warm_up_step(
-        run,
-        tiny,
-        cuts=(0, _WARM_UP_TOKENS, 2 * _WARM_UP_TOKENS),
-        with_optimizer=True,
-        device=device,
-    )
-    # Each sequence-parallel rank holds a shard of a subsequence.
-    own = {ceil(tokens / run.parallel.sequence_parallel_degree) for tokens in lengths}
-    for tokens in sorted(own, reverse=True)[:_MOST_LENGTHS]:
-        # Two subsequences, so that the second has a prefix.
-        cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
-        update = {
-            "num_layers": 1,
-            "sliding_window_first_layer": 0,
-            "max_positions": max(run.model.max_positions or 0, cuts[-1]),
-        }
-        model = run.model.model_copy(update=update)
-        _warm_up_step(run, model, cuts=cuts, with_optimizer=False, device=device)
-    gc.collect()  # the engine's parts refer to each other
-    device.trim()
+    def resume(self) -> tuple[int, Mapping[str, Any]]:
+        """Load the newest valid checkpoint into the state.
+
+        Returns:
+            Number of steps done, and the metadata of the checkpoint; (0, {}) if there is none.
+
+        Raises:
+            ValueError: The token data is not what the run began with, or the state of a rank has
+                NaN or infinite values.
+        """
+        state, tokens = self._state, self._tokens
+        checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
+        step, metadata = 0, {}
+        if checkpoint is not None:
+            step, metadata = checkpoint.step, checkpoint.metadata
+            if metadata.get("tokens_sha256") not in (None, tokens.meta.tokens_sha256):
+                raise ValueError(
+                    f"{tokens.directory} holds other tokens than the run began with "
+                    f"({checkpoint.path}); prepare the old ones again, or choose another "
+                    "train.output"
+                )
+            self._manager.load_into(checkpoint, state.sharded.blocks(live))
+            state.optimizer.load_state(live)
+            state.sharded.gather(state.weights)
+            if step < self._run.train.steps:
+                _log.info("going on after step %d from %s", step, checkpoint.path)
+        found = self._peers.all_gather(nonfinite_place(state.sharded.blocks(live)))
+        if bad := [place for place in found if place is not None]:
+            where = self._run.model.from_hf or self._run.train.output
+            raise ValueError(
+                f"{where}: {bad[0]}; training would keep it, and no checkpoint with NaN or "
+                "infinity is saved: repair the weights"
+            )
+        state.drop_pages()
+        self._saved_step, self._saved_at = step, time.monotonic()
+        return step, metadata
+
+    def is_due_by_step(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a number of steps."""
+        every = self._run.checkpoint.every
+        return every != "auto" and every > 0 and step % every == 0
+
+    def is_due_by_time(self, step: int) -> bool:
+        """Return whether an automatic checkpoint is due by the clock of this rank."""
+        if self._run.checkpoint.every != "auto" or step == self._saved_step:
+            return False
+        waited_s = time.monotonic() - self._saved_at
+        return waited_s >= max(AUTOMATIC_S, self._saving_s / SAVING_SHARE)
+
+    def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
+        """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.
+
+        Args:
+            step: Number of steps done.
+            sequences_consumed: Number of sequences, or samples, that these steps consumed.
+            more: Further metadata that the next steps need to resume.
+        """
+        self._peers.decided_by_main(lambda: require_output(self._output))
+        began, state = time.monotonic(), self._state.optimizer.state()
+        told = self._peers.all_gather(nonfinite_names(state))
+        self._saved_step, self._saved_at = step, began
+        if bad := next(filter(None, told), None):
+            return f"the state after step {step} is not saved; not finite: {first_of(bad)}"
+        metadata = run_metadata(
+            self._run,
+            sequences_consumed=sequences_consumed,
+            tokens_sha256=self._tokens.meta.tokens_sha256,
+            more=more,
+        )
+        self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
+        self._state.drop_pages()
+        self._saved_at = time.monotonic()
+        self._saving_s = self._saved_at - began
+        return None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written to the disk."""
+        self._manager.wait()
+
+    def are_missing(self) -> bool:
+        """Return whether the run has no checkpoint yet. Collective."""
+        directory = self._manager.directory
+        return self._peers.decided_by_main(lambda: not list_checkpoints(directory))
 
 
-def _warm_up_step(
-    run: RunConfig,
-    model: ModelConfig,
-    *,
-    cuts: tuple[int, ...],
-    with_optimizer: bool,
-    device: Device,
-) -> None:
-    dtype, place = DTYPES[run.train.dtype], device.torch_device
-    weights = {
-        name: torch.zeros(shape, dtype=dtype, device=place)
-        for name, shape in parameter_shapes(model).items()
-    }
-    gradients = zero_gradients(weights)
-    engine = Engine(
-        model,
-        weights=weights,
-        gradients=gradients,
-        policy="keep_attention",
-        loss_terms=loss_terms(run),  # kernels are compiled for these terms
-    )
-    tokens = torch.arange(cuts[-1] + 1) % model.vocab_size
-    engine.accumulate([device.put(SequenceData(tokens[:-1], tokens[1:]))], [cuts])
-    if with_optimizer:
-        optimizer = AdamW(weights, config=run.optimizer)
-        clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)
-        optimizer.step(gradients, lr=0.0)
+def nonfinite_place(state: Mapping[str, StateBlock]) -> str | None:
+    """Return tensor and row of the first NaN or infinite value; None if all are finite."""
+    for name, block in state.items():
+        if block.tensor.numel() and not is_finite(block.tensor):
+            bad = ~torch.isfinite(block.tensor)
+            rows = bad.reshape(bad.shape[0], -1).any(1) if bad.dim() else bad.reshape(1)
+            first = int(rows.nonzero()[0]) + (block.offsets[0] if block.offsets else 0)
+            more = f" and {int(rows.sum()) - 1} more" if rows.sum() > 1 else ""
+            return f"{name} is not finite in row {first}{more} of {(*block.global_shape, 1)[0]}"
+    return None

@@ -16,7 +16,8 @@ from sppo.planning.elastic.step_correction import CorrectionHistory, StepFigures
 from sppo.planning.run_plan import plan_run
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import abstract_costs
-from sppo.training.sample_steps import Corrections, action_sums, saved_history
+from sppo.training import sample_steps
+from sppo.training.sample_steps import action_sums, history_to_save, saved_history
 from tests.conftest import write_run, write_tokens
 from tests.planning.cases import run_config
 from tests.training.jobs import records
@@ -65,7 +66,9 @@ def as_rank(rank, directory, arguments, first_step):
     with contextlib.ExitStack() as stack:
         if first_step is not None:
             figures = map(told, range(first_step, STEPS))
-            stack.enter_context(mock.patch.object(Corrections, "_figures", side_effect=figures))
+            stack.enter_context(
+                mock.patch.object(sample_steps, "step_figures", side_effect=figures)
+            )
         stack.enter_context(mock.patch.dict(own._config, daemon=False))
         return train_as(rank, directory, arguments)
 
@@ -82,14 +85,9 @@ def test_every_step_says_what_its_prediction_rests_on(job, monkeypatch):
     assert [step["correction_steps"] for step in steps] == [0, 0, 1, 2, 3]
     for step in steps[:2]:
         assert step["predicted_step_s"] == pytest.approx(step["uncorrected_step_s"], rel=1e-9)
-        assert (step["forward_correction"], step["waiting_correction"]) == (1.0, 1.0)
-    assert all(step["forward_correction"] != 1 for step in steps[2:])
-    for step in steps:
-        error = step["predicted_step_s"] / step["step_s"] - 1
-        assert step["prediction_error"] == pytest.approx(error)
-    assert all(step["predicted_rest_s"] > 0 for step in steps)
+    assert all(step["predicted_step_s"] != step["uncorrected_step_s"] for step in steps[2:])
     figures = map(told, range(STEPS))
-    with mock.patch.object(Corrections, "_figures", side_effect=figures):
+    with mock.patch.object(sample_steps, "step_figures", side_effect=figures):
         alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "told"}))
     assert_same_training(job / "alone", job / "told")
 
@@ -103,7 +101,7 @@ def test_a_resumed_run_plans_the_same(job):
     corrected_alone(job, "whole")
     corrected_alone(job, "halves", steps=3)
     corrected_alone(job, "halves", first_step=3)
-    keys = ("correction_steps", "forward_correction", "backward_correction", "waiting_correction")
+    keys = ("correction_steps", "predicted_step_s", "uncorrected_step_s")
     for step, other in zip(records(job / "whole"), records(job / "halves"), strict=True):
         assert [step[key] for key in keys] == [other[key] for key in keys]
     assert_same_training(job / "whole", job / "halves")
@@ -118,7 +116,7 @@ def test_what_was_measured_is_saved_for_two_steps_more(ranks, job):
         more = {**CORRECTED, "planning.ahead": ahead}
         on_two_ranks(ranks, job, output, steps=5, first_step=None, **more)
     first, again = records(job / "first"), records(job / "again")
-    keys = ("forward_correction", "backward_correction", "predicted_rest_s", "program_digest")
+    keys = ("correction_steps", "predicted_step_s", "program_digest")
     assert [[s[k] for k in keys] for s in first] == [[s[k] for k in keys] for s in again]
     assert_same_training(job / "first", job / "again")
 
@@ -130,7 +128,7 @@ def test_a_history_of_other_ranks_or_that_cannot_be_read_is_not_used(caplog):
         available_bytes=1 << 36,
     )
     history = CorrectionHistory((told(0), told(1), told(2)))
-    saved = Corrections(history, plan=plan, peers=None).saved()
+    saved = history_to_save(history, plan=plan)
     assert saved_history(saved, plan=plan) == history
     assert saved_history({}, plan=plan) == CorrectionHistory()
     other = replace(plan, data_parallel_degree=2)

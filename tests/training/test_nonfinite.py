@@ -19,8 +19,7 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
 from sppo.training.interruption import NonFiniteError
-from sppo.training.run_checkpoints import nonfinite_state
-from sppo.training.step import NonFiniteGuard, StepSums
+from sppo.training.step import NonFiniteGuard, StepSums, nonfinite_names
 from sppo.training.trainer import StepLoop
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 from tests.make import make_run
@@ -76,9 +75,9 @@ def test_stopping_at_once(keys):
 
 
 def test_the_state_that_is_saved_is_looked_at():
-    assert nonfinite_state({"a": torch.ones(2), "step": torch.tensor(3)}) is None
+    assert nonfinite_names({"a": torch.ones(2), "step": torch.tensor(3)}) == []
     bad = {"a": torch.ones(2), "b": torch.tensor([1.0, math.inf]), "c": torch.tensor(math.nan)}
-    assert nonfinite_state(bad) == "not finite: b, c"
+    assert nonfinite_names(bad) == ["b", "c"]
 
 
 # In the loop

@@ -4,7 +4,7 @@ from sppo.config import load_run
 from sppo.engine import model_ends
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.trainer import warm_up
+from sppo.training.warm_up import warm_up
 from tests.conftest import write_run
 
 

@@ -1,0 +1,101 @@
+"""Warm-up of a rank: steps of tiny models, which load libraries before memory is measured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+
+from sppo.config import RunConfig
+from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
+from sppo.engine.engine import Engine
+from sppo.engine.unit import SequenceData
+from sppo.model.gradients import zero_gradients
+from sppo.optim.adamw import AdamW, clip_, global_norm
+from sppo.training.devices.device import Device
+from sppo.training.state import DTYPES, loss_terms
+
+_WARM_UP_TOKENS = 64
+_MOST_LENGTHS = 16
+"""Largest number of distinct lengths with a step each; equal cuts have one or two lengths."""
+_TINY = {
+    "preset": None,
+    "from_hf": None,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "mlp_size": 32,
+    "max_positions": 2 * _WARM_UP_TOKENS,
+    "sliding_window_first_layer": 0,
+}
+
+
+def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
+    """Train a step of a tiny model, then one of a single layer for each length on this rank.
+
+    The first step of a process loads libraries, starts threads, and compiles kernels for every
+    shape of a matrix product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths
+    of a second that belong to no bucket and no phase of a run. Thus they are part of the baseline,
+    before memory and time are measured. The models are discarded.
+
+    Args:
+        run: Validated run configuration.
+        lengths: Lengths of the subsequences, in tokens.
+        device: Device that computes.
+    """
+    tiny = run.model.model_copy(update=_TINY)
+    _warm_up_step(
+        run,
+        tiny,
+        cuts=(0, _WARM_UP_TOKENS, 2 * _WARM_UP_TOKENS),
+        with_optimizer=True,
+        device=device,
+    )
+    # Each sequence-parallel rank holds a shard of a subsequence.
+    own = {ceil(tokens / run.parallel.sequence_parallel_degree) for tokens in lengths}
+    for tokens in sorted(own, reverse=True)[:_MOST_LENGTHS]:
+        # Two subsequences, so that the second has a prefix.
+        cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
+        update = {
+            "num_layers": 1,
+            "sliding_window_first_layer": 0,
+            "max_positions": max(run.model.max_positions or 0, cuts[-1]),
+        }
+        model = run.model.model_copy(update=update)
+        _warm_up_step(run, model, cuts=cuts, with_optimizer=False, device=device)
+    gc.collect()  # the engine's parts refer to each other
+    device.trim()
+
+
+def _warm_up_step(
+    run: RunConfig,
+    model: ModelConfig,
+    *,
+    cuts: tuple[int, ...],
+    with_optimizer: bool,
+    device: Device,
+) -> None:
+    dtype, place = DTYPES[run.train.dtype], device.torch_device
+    weights = {
+        name: torch.zeros(shape, dtype=dtype, device=place)
+        for name, shape in parameter_shapes(model).items()
+    }
+    gradients = zero_gradients(weights)
+    engine = Engine(
+        model,
+        weights=weights,
+        gradients=gradients,
+        policy="keep_attention",
+        loss_terms=loss_terms(run),  # kernels are compiled for these terms
+    )
+    tokens = torch.arange(cuts[-1] + 1) % model.vocab_size
+    engine.accumulate([device.put(SequenceData(tokens[:-1], tokens[1:]))], [cuts])
+    if with_optimizer:
+        optimizer = AdamW(weights, config=run.optimizer)
+        clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)
+        optimizer.step(gradients, lr=0.0)
