@@ -356,6 +356,11 @@ class RunConfig(Section):
     hardware: Auto | HardwareConfig = "auto"
     """Machine to plan for; auto: this machine."""
 
+    @property
+    def initial_weights(self) -> str:
+        """Name of the weights that the run starts from, for messages."""
+        return self.model.from_hf or f"random weights of seed {self.train.seed}"
+
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON form: equal exactly for equal configurations."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)

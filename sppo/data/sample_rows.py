@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Self
 
 import numpy as np
@@ -76,6 +77,34 @@ class TrainingData(StepSamples):
             why = "the loss mask excludes them" + f", and {first}" * self.isolate_documents
         where = f"{self.table.noun} {named}{more} of {self.data.directory}"
         return f"no label counts in {where}: {why}"
+
+    def check_labels(self, *, steps: int) -> None:
+        """Raise ValueError if no step has a valid label; stops at the first step that has one.
+
+        Documents of a single token have none, so a stream of these alone is not walked through.
+
+        Args:
+            steps: Number of steps of the run.
+        """
+        tokens = self.data
+        if tokens.loss_mask is None and not self.isolate_documents:
+            return
+        consumed, are_single = 0, tokens.num_documents >= tokens.num_tokens
+        for samples in islice(self.steps(), 0 if are_single else steps):
+            if self.has_labels(consumed):
+                return
+            consumed += len(samples)
+            if consumed >= self.num_samples:  # further epochs have the same samples
+                break
+        fix = (
+            "Prepare the data again, with a loss mask that is true for what is to be learnt"
+            if tokens.loss_mask is not None
+            else "Set data.isolate_documents=false, or prepare longer documents"
+        )
+        raise ValueError(
+            f"{self.why_no_labels(0)}, and so it is in every step: there is nothing to learn "
+            f"from. {fix}"
+        )
 
     def row(self, samples: Sequence[int]) -> SequenceData:
         """Return the packed sequence of some samples, each isolated from the others.

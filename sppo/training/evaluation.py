@@ -29,8 +29,7 @@ from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.training.devices.device import Device
-from sppo.training.input_checks import check_weights, initial_weights
-from sppo.training.state import DTYPES, starting_weights
+from sppo.training.state import DTYPES, check_weights, starting_weights
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64
@@ -204,7 +203,7 @@ def _weights(
     if source is None:
         check_weights(run)
         weights = {name: w.to(device, dtype) for name, w in starting_weights(run)}
-        return weights, initial_weights(run), 0
+        return weights, run.initial_weights, 0
     found, weights = read_weights(source)  # the newest checkpoint at this moment
     _check_model(run, found.metadata, found.path)
     placed = {name: w.to(device, dtype) for name, w in weights.items()}

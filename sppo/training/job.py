@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from sppo.config import RunConfig
 from sppo.cost.sharding.heads import tensor_shard
+from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.parallel.job.facts import flat_facts
@@ -23,13 +26,15 @@ from sppo.parallel.job.timed_call import end_without_shutdown
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.devices.device import Device
+from sppo.units import KIB
 from sppo.version import __version__
-
-T = TypeVar("T")
 
 _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
 """Configuration keys that may differ between ranks: paths of files of which each node may have a
-copy. :func:`sppo.training.input_checks.input_facts` compares the contents."""
+copy. :func:`input_facts` has their contents."""
+_BLOCK_BYTES = 4 * KIB
+_NUM_BLOCKS = 64
+_SHOWN_DIGITS = 16
 
 FAILED_STEP_TIMEOUT_S = 4.0
 """Seconds that a failed rank waits for its device, which may itself wait for other ranks in vain:
@@ -151,3 +156,40 @@ def _configuration(run: RunConfig) -> dict[str, str]:
     """Return the configuration keys, flattened, whose values must be the same on all ranks."""
     facts = flat_facts(run.model_dump(mode="json"))
     return {name: value for name, value in facts.items() if name not in _MAY_DIFFER}
+
+
+def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
+    """Return the facts about a rank's inputs that all ranks compare, by name."""
+    meta = data.meta
+    compared = ("dtype", "num_tokens", "tokens_sha256", "num_documents", "vocab_size")
+    facts = {
+        **{name: getattr(meta, name) for name in (*compared, "loss_mask_sha256")},
+        "starts of documents": hashlib.sha256(data.document_offsets.data).hexdigest(),
+        "tokenizer": meta.tokenizer.sha256,
+        "end of document": meta.tokenizer.end_of_document,
+        f"sample of {TOKENS_FILE}": fingerprint(data.directory / TOKENS_FILE),
+    }
+    if data.loss_mask is not None:
+        facts[f"sample of {LOSS_MASK_FILE}"] = fingerprint(data.directory / LOSS_MASK_FILE)
+    told = {f"data.tokens, {name}": str(fact)[:_SHOWN_DIGITS] for name, fact in facts.items()}
+    if run.model.from_hf is not None:
+        for file in sorted(Path(run.model.from_hf).glob("*.safetensors")):
+            told[f"model.from_hf, sample of {file.name}"] = fingerprint(file)
+    return told
+
+
+def fingerprint(path: Path) -> str:
+    """Return a checksum of a file's size and of 64 blocks of 4 KiB spread evenly over it.
+
+    Distinguishes different files of any size, but may miss a few flipped bytes.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for index in range(_NUM_BLOCKS):
+            start = max(0, size - _BLOCK_BYTES) * index // (_NUM_BLOCKS - 1)
+            digest.update(os.pread(file.fileno(), _BLOCK_BYTES, start))
+    return digest.hexdigest()[:_SHOWN_DIGITS]

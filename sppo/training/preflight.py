@@ -38,9 +38,8 @@ from sppo.report.run_summary import AttentionSummary
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
-from sppo.training.input_checks import check_inputs, check_labels, check_weights, input_facts
-from sppo.training.job import Job, mesh_shape
-from sppo.training.state import may_offload
+from sppo.training.job import Job, input_facts, mesh_shape
+from sppo.training.state import check_weights, may_offload
 from sppo.units import format_bytes
 
 
@@ -72,9 +71,7 @@ class FreeMemory:
     """Number of ranks on this machine."""
 
 
-def preflight(
-    job: Job, plan: ExecutionPlan | None = None, *, checks_inputs: bool = False
-) -> CheckedRun:
+def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
     """Check that a run can be trained here, and make its plan unless one is given. Collective.
 
     An error of any rank is raised on all ranks, before anything is changed.
@@ -82,22 +79,17 @@ def preflight(
     Args:
         job: Job that trains the run.
         plan: Plan to follow; None to make one.
-        checks_inputs: Rank 0 also makes the checks of
-            :func:`sppo.training.input_checks.check_inputs`, which otherwise the process made that
-            the user started.
 
     Raises:
         ValueError: An input or the plan breaks a rule; names the rule and the fix.
         MemoryError: The run does not fit in the memory of a rank.
     """
     run, peers, device = job.run, job.peers, job.device
-    if checks_inputs:
-        peers.decided_by_main(lambda: check_inputs(run))
     peers.decided_by_main(lambda: check_weights(run))
     data = peers.done_by_all(lambda: TrainingData.of(run, open_tokens(Path(run.data.tokens))))
     if job.mesh.is_distributed:
         peers.check_same(input_facts(run, data.data))
-    peers.decided_by_main(lambda: check_labels(data, steps=run.train.steps))
+    peers.decided_by_main(lambda: data.check_labels(steps=run.train.steps))
     if run.data.samples == "documents":
         run = run_of_longest_samples(run, longest=int(data.table.lengths.max()))
     planned = replace(job, run=run)

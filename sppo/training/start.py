@@ -1,26 +1,32 @@
-"""Start of a run: checks that need no torch, then the start of its ranks, or training as one rank.
+"""Start of a run: checks of its inputs, then the start of its ranks, or training as one rank.
 
 Every check of a run is made once. The process that the user starts checks the run file and its
-inputs, and chooses degrees that are left open. Rank 0 then makes the checks that depend on memory,
-and the plan (:mod:`sppo.training.preflight`).
+inputs, which needs no torch, and chooses degrees that are left open. Rank 0 then makes the checks
+that depend on memory, and the plan (:mod:`sppo.training.preflight`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from sppo.config import RunConfig
+from sppo.config.problems import Problem
 from sppo.config.rules import broken_rules
 from sppo.config.run_warnings import log_run_warnings
+from sppo.data.run_tokens import open_data, open_evaluated
+from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import count_cores, find_gpus
 from sppo.kernels.native.machine_memory import check_room_for_libraries
+from sppo.model.hf_files import check_headers
+from sppo.offload.disk.disk_room import usable_directory
 from sppo.parallel.job.environment import (
     RankEnvironment,
     rank_environment,
@@ -33,10 +39,12 @@ from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import ExecutionPlan, check_program
 from sppo.planning.planned_keys import check_plan_fits
+from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, uses_msp
+from sppo.quoting import quoted
 from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
-from sppo.training.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
+from sppo.training.run_directory import check_output
 
 if TYPE_CHECKING:
     from sppo.training.records import TrainingOutcome
@@ -63,7 +71,7 @@ class ReadyRun:
 
 
 def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console) -> ReadyRun:
-    """Check the inputs of a run, choose its degrees, and decide whether to start ranks.
+    """Check the inputs of a run, and choose the degrees that it leaves out.
 
     Checks that need no torch come first, so that a mistyped path is reported before the import of
     torch. Degrees that the run leaves out are those of the plan, or else those that ``sppo solve``
@@ -73,7 +81,7 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
     Args:
         run: Validated run configuration.
         plan: Plan to follow; None to make the plan when the run starts.
-        console: Console on which the ranks are announced.
+        console: Console on which chosen degrees and the start of ranks are announced.
 
     Raises:
         ValueError: The run cannot be trained; nothing was changed.
@@ -84,33 +92,43 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
         run = followed_plan(run, plan)
     if environment is not None and environment.launcher == "sppo":
         return ReadyRun(run, plan, environment)
-    is_main = environment is None or environment.rank == 0
-    if is_main:
-        log_run_warnings(run)  # once for all ranks
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
-    may_choose = plan is None and bool(run.parallel.open_degrees) and find_gpus() is not None
+    if environment is None or environment.rank == 0:
+        log_run_warnings(run)  # once for all ranks
+    else:
+        console = Console(quiet=True)
+    chosen = {} if plan is not None else _chosen_degrees(run, environment, console=console)
+    run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
+    ready = ReadyRun(run, plan, environment, chosen)
     shape = MeshShape.of(run.parallel)
-    starts = environment is None and shape.num_ranks > 1 and not may_choose
-    check_room_for_libraries(processes=1 + shape.num_ranks if starts else 1)
-    if starts:
+    check_room_for_libraries(processes=1 + shape.num_ranks if ready.starts_ranks else 1)
+    if ready.starts_ranks:
         where = f"{shape.num_ranks} ranks on this machine ({shape})"
         print_titled("start", f"{where}: torch is loaded and the run is checked first", console)
+    return ready
+
+
+def _chosen_degrees(
+    run: RunConfig, environment: RankEnvironment | None, *, console: Console
+) -> Mapping[str, int]:
+    """Return the degrees that a run leaves out, by name; {} if there is nothing to choose."""
+    if not run.parallel.open_degrees or (environment is None and find_gpus() is None):
+        return {}
+    check_room_for_libraries()
     with torch_kept_quiet(os.environ):
-        from sppo.training.devices import device as devices
-    ranks = 0 if plan is not None else devices.ranks_to_divide(run, environment)
+        from sppo.training.devices.device import chosen_degrees, ranks_to_divide
+    ranks = ranks_to_divide(run, environment)
     if not ranks:
-        return ReadyRun(run, plan, environment)
-    if run.data.samples == "documents" and is_main:
+        return {}
+    if run.data.samples == "documents":
         how = "as sppo solve does: this may take minutes"
         print_titled("degrees", f"planning drawn steps for {ranks} devices, {how}", console)
-    chosen = devices.chosen_degrees(run, environment, ranks=ranks)
-    run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
-    if is_main:
-        degrees = str(MeshShape.of(run.parallel)) or "all 1"
-        whose = f"chosen for {ranks} devices; those you write are kept"
-        print_titled("degrees", f"{degrees}, {whose}", console)
-    return ReadyRun(run, plan, environment, chosen)
+    chosen = chosen_degrees(run, environment, ranks=ranks)
+    degrees = MeshShape.of(run.parallel.model_copy(update=chosen))
+    whose = f"chosen for {ranks} devices; those you write are kept"
+    print_titled("degrees", f"{str(degrees) or 'all 1'}, {whose}", console)
+    return chosen
 
 
 def start_ranks(ready: ReadyRun, words: list[str]) -> int:
@@ -173,8 +191,9 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         logging_to(None if console.quiet else console),
         joined(run, environment, device=device, console=console) as job,
     ):
-        of_others = environment is not None and environment.launcher != "sppo"
-        checked = preflight(job, ready.plan, checks_inputs=of_others)
+        if environment is not None and environment.launcher != "sppo":
+            job.peers.decided_by_main(lambda: check_inputs(run))
+        checked = preflight(job, ready.plan)
         announce(checked)
         outcome = train_run(checked)
         if is_main:
@@ -208,3 +227,93 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
         first = problems[0]
         raise ValueError(f"with the degrees of the plan, {first.path} {first.value} {first.rule}")
     return followed
+
+
+# Inputs
+
+_BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors caused by a wrong path in a run file; other errors of the system are not caught."""
+
+
+def check_inputs(run: RunConfig) -> None:
+    """Raise ValueError if any input that the run names cannot be used.
+
+    Raises:
+        ValueError: Some inputs cannot be used; the message lists all problems, one per line.
+    """
+    problems = list(input_problems(run))
+    if problems:
+        raise ValueError("\n".join(problem.rule for problem in problems))
+
+
+def input_problems(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of each input that the run names."""
+    for key, rule in degree_problems(run):
+        yield Problem(f"parallel.{key}", quoted(getattr(run.parallel, key)), rule)
+    data, hardware, disk, weights = run.data, run.hardware, run.activations.disk, run.model.from_hf
+    machine = hardware if hardware == "auto" else hardware.file or hardware.preset
+    yield from problems_of_check("hardware", machine, lambda: hardware_for(hardware))
+    yield from problems_of_check("data.tokens", data.tokens, lambda: open_data(run, data.tokens))
+    if data.eval_tokens is not None:
+        yield from problems_of_check(
+            "data.eval_tokens", data.eval_tokens, lambda: open_evaluated(run)
+        )
+    if weights is not None:
+        files = Path(weights)
+        yield from problems_of_check(
+            "model.from_hf", weights, lambda: check_headers(files, run.model)
+        )
+    if disk is not None:
+        yield from problems_of_check("activations.disk", disk, lambda: usable_directory(Path(disk)))
+    if run.train.tensorboard:
+        yield from problems_of_check("train.tensorboard", True, _check_tensorboard)
+    yield from problems_of_check("train.output", run.train.output, lambda: check_output(run))
+
+
+def problems_of_check(key: str, value: object, check: Callable[[], object]) -> Iterator[Problem]:
+    """Yield the error of a check, if there is one, as a problem of a key with its value."""
+    try:
+        check()
+    except (ValueError, *_BAD_PATHS) as error:
+        where = getattr(error, "filename", None)
+        text = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
+        yield Problem(key, quoted(value), text)
+
+
+def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
+    parallel, model = run.parallel, run.model
+    # With GPUs, a degree that is left out is chosen when training starts.
+    decided = "pipeline_parallel_degree" not in run.parallel.open_degrees or find_gpus() is None
+    if uses_msp(run) and decided:
+        problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
+        if problem is not None:
+            yield "multiplexed" if parallel.multiplexed == "on" else "schedule", problem
+    if parallel.pipeline_parallel_degree > model.num_layers:
+        yield (
+            "pipeline_parallel_degree",
+            f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
+            f"needs a layer, and the model has {model.num_layers}; use at most that many",
+        )
+    of_documents = run.data.samples == "documents"
+    if not of_documents and run.train.sequences_per_step % parallel.data_parallel_degree:
+        yield (
+            "data_parallel_degree",
+            f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
+            f"train.sequences_per_step {run.train.sequences_per_step} cannot be divided evenly; "
+            "make it a multiple",
+        )
+    try:
+        shard_heads(run, degree=parallel.sequence_parallel_degree)
+    except ValueError as error:
+        yield "sequence_parallel_degree", str(error)
+
+
+def _check_tensorboard() -> None:
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "train.tensorboard needs the tensorboard package: pip install 'sppo[track]', "
+            "or set train.tensorboard=false"
+        ) from None

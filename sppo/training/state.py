@@ -426,6 +426,17 @@ def starting_weights(
         yield name, stored[name].float()
 
 
+def check_weights(run: RunConfig) -> None:
+    """Check headers and tied weights of ``model.from_hf``, if given.
+
+    Raises:
+        ValueError: Tensors are missing or unknown, have wrong shapes, or the output projection
+            differs from the embedding to which it is tied.
+    """
+    if run.model.from_hf is not None:
+        open_hf_weights(Path(run.model.from_hf), run.model)
+
+
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the total bytes of `tensors`."""
     return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -11,7 +11,7 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import multiplexed_problem
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_run
-from sppo.training.input_checks import degree_problems
+from sppo.training.start import degree_problems
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 

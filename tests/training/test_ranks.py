@@ -11,8 +11,7 @@ from sppo.data.tokens import open_tokens
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.training.input_checks import fingerprint, input_facts
-from sppo.training.job import _configuration
+from sppo.training.job import _configuration, fingerprint, input_facts
 from tests.conftest import write_tokens
 from tests.training.whole_runs.test_parallel_runs import overrides, train_as
 

@@ -13,6 +13,7 @@ from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training.input_checks import run_file_problems
 from sppo.training.preflight import preflight
 from sppo.training.report import announce
+from sppo.training.start import check_inputs
 from sppo.training.trainer import StepTooLargeError
 from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens
@@ -45,7 +46,7 @@ def samples(work, run_file):
 def test_refuses_what_samples_cannot_have(samples, parallel, rule):
     run = samples(parallel=parallel, model={"num_layers": 2})
     with pytest.raises(ValueError, match=rule):
-        preflight(job_alone(run), checks_inputs=True)
+        check_inputs(run)
     assert any(rule in problem.rule for problem in run_file_problems(run))
 
 

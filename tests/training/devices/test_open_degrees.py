@@ -30,7 +30,7 @@ def gpus(monkeypatch):
     """A machine of four GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS.count)
-    for module in (this_machine, start, input_checks):
+    for module in (this_machine, start):
         monkeypatch.setattr(module, "find_gpus", lambda: GPUS)
     monkeypatch.setattr(CudaDevice, "machine", lambda self: this_machine.detect_machine())
 

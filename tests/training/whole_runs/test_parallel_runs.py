@@ -16,10 +16,9 @@ from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import trainer
-from sppo.training.input_checks import check_inputs
 from sppo.training.job import mesh_shape
 from sppo.training.preflight import preflight
-from sppo.training.start import followed_plan
+from sppo.training.start import check_inputs, followed_plan
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
 from tests.training.jobs import job_alone, losses, records, train_rank
