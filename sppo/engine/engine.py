@@ -32,6 +32,7 @@ from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
+from sppo.offload.retained import RetainedTensors
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
@@ -159,7 +160,7 @@ class Engine:
         )
         self._stacks = alone and self._weights.device.type == "cpu"
         if self._stacks:
-            self._store.keep_in_stack(poison=debug)
+            self._store.retained = RetainedTensors(in_stack=True, poison=debug)
         self._state = StateStreams(
             streamed_weights,
             streamed_gradients,
@@ -321,13 +322,13 @@ class Engine:
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
         peaks = EnginePeaks(
-            self._store.held.peak,
+            self._store.retained.held.peak,
             self._kv.held.peak,
-            0 if self._stacks else self._store.held.peak,
+            0 if self._stacks else self._store.retained.held.peak,
             self._weights.take_peak_bytes(),
             0 if self._gradients is None else self._gradients.take_peak_bytes(),
         )
-        for held in (self._store.held, self._kv.held):
+        for held in (self._store.retained.held, self._kv.held):
             held.reset_peak()
         return peaks
 

@@ -115,7 +115,7 @@ class Stage:
         for unit in units.values():
             retained_bytes = self._retained_bytes(unit)
             by_sequence[unit.sequence] = by_sequence.get(unit.sequence, 0) + retained_bytes
-        self.store.reserve(max(by_sequence.values(), default=0) * sequences_in_flight)
+        self.store.retained.reserve(max(by_sequence.values(), default=0) * sequences_in_flight)
 
     def restore_kv(self, key: ActivationKey, span: TokenSpan) -> None:
         """Copy offloaded K and V of one layer of a unit back into the rank's KV store.
@@ -281,7 +281,7 @@ class Stage:
         """
         rotary = self._rotary(unit)
         for index in self._layers:
-            x = self.store.peek(ActivationKey(*unit.key, index), "x_in")
+            x = self.store.retained.peek(ActivationKey(*unit.key, index), "x_in")
             assert x is not None, f"layer {index} has not retained its input"
             assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
             with visit(self._providers.weights, index) as weights:
@@ -291,7 +291,7 @@ class Stage:
     def weight_gradients(self, unit: Unit) -> None:
         """Compute the deferred weight gradients of a unit; once per unit."""
         for index, sink in reversed(self._deferred.pop(unit.key)):
-            self.store.held.add(-sink.operand_bytes)
+            self.store.retained.held.add(-sink.operand_bytes)
             with self._providers.sink(unit, index) as sums:
                 sink.add_up(sums)
 
@@ -305,7 +305,7 @@ class Stage:
         sink = DeferredGradients()
         yield sink
         self._deferred.setdefault(unit.key, []).append((index, sink))
-        self.store.held.add(sink.operand_bytes)
+        self.store.retained.held.add(sink.operand_bytes)
 
     def _recompute_input(
         self,

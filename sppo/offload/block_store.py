@@ -1,15 +1,16 @@
 """Store of the tensors that layers save: some rows stay on the device, the others leave it.
 
-Rows that stay are kept where they are, in the memory of torch's allocator. On a CPU that gets them
-back in reverse order of saving, they are copied to a stack (:mod:`sppo.offload.retained`).
-
 The rows that leave of one layer of one unit are packed into one block; K and V, if they are
 offloaded too, have blocks of their own. The extents of the blocks in the tier, and the order in
 which backward uses them, are planned before the step (:mod:`sppo.activations.activation_layout`);
 the store only starts the copies (:mod:`sppo.offload.tiers`). A host tier has a place for each
 block. To a disk, blocks pass through a few staging slots in host memory, and back through these or,
 if device memory is host memory, straight into the ring: the slots on the device in which blocks
-return, ahead of their use (:mod:`sppo.offload.return_queue`).
+return.
+
+The next :data:`PREFETCH_LAYERS` keys of the order return ahead of their use, as soon as they are
+permitted and the ring has room. Keys that offload nothing have empty blocks in the order, and
+nothing to bring back.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import (
     MAX_BLOCKS_IN_FLIGHT_OUT,
+    PREFETCH_LAYERS,
     ActivationKey,
     OffloadSchedule,
 )
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.cpu_lane import CpuLane
-from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.integrity import Checksums, NoChecksums
+from sppo.offload.integrity import Checksums
 from sppo.offload.lane import Lane
-from sppo.offload.retained import RetainedTensors, TensorStack, copied, on_its_own
-from sppo.offload.return_queue import ReturnQueue
-from sppo.offload.tiers import Slot, Slots, pack, tier_of
+from sppo.offload.retained import RetainedTensors, copied, on_its_own
+from sppo.offload.tiers import Block, DiskTier, HostTier, Slot, Slots, pack
 from sppo.offload.worker_pool import Event
 
 _NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
@@ -63,37 +63,19 @@ class BlockStore:
     ) -> None:
         self.offloads = lane is not None
         """True if tensors can leave the device."""
-        self._retained = RetainedTensors()
+        self.retained = RetainedTensors()
+        """Tensors that stay on the device; replaced before the first step to keep a stack."""
         self._lane = lane or CpuLane()
-        self._tier, self._ring = tier_of(self._lane, disk), Slots()
+        self._tier = HostTier(self._lane) if disk is None else DiskTier(self._lane, disk)
+        self._ring = Slots()
         self._source_lag = source_lag
-        self._checksums = Checksums() if debug else NoChecksums()
+        self._checksums = Checksums() if debug else None
         self._out_bytes: Counter[str] = Counter()
         self._back_bytes: Counter[str] = Counter()
         self._in_use: dict[ActivationKey, Slot] = {}
         self._sources: deque[tuple[Event, list[Tensor]]] = deque()
-        self._schedule, self._queue = _NOTHING, ReturnQueue((), self._tier, self._ring)
-
-    def keep_in_stack(self, *, poison: bool) -> None:
-        """Copy tensors that stay onto a stack: keys are got in reverse order of putting.
-
-        Args:
-            poison: Overwrite tensors with NaN when they are freed, so that a late reader gets NaN.
-        """
-        self._retained = TensorStack(poison=poison)
-
-    @property
-    def held(self) -> HeldBytes:
-        """Bytes of the tensors that stay on the device; the caller adds those of its own."""
-        return self._retained.held
-
-    def reserve(self, retained_bytes: int) -> None:
-        """Reserve the stack, if any, for ``retained_bytes`` of tensors; call between steps.
-
-        Raises:
-            MemoryError: The machine lacks memory.
-        """
-        self._retained.reserve(retained_bytes)
+        self._schedule = _NOTHING
+        self._begin(_NOTHING)
 
     def reserve_host(self, schedule: OffloadSchedule) -> None:
         """Take the host memory of a step, which page-locking makes slow, before the first step.
@@ -112,9 +94,10 @@ class BlockStore:
             OSError: The disk lacks space.
             RuntimeError: The device has not finished the copies of an earlier step.
         """
-        assert not self._queue.keys, "extents of blocks that are away stay as they are"
+        assert not self._away, "extents of blocks that are away stay as they are"
         assert not self._in_use, "slots of blocks that are in use stay as they are"
-        self._checksums.begin_step()
+        if self._checksums is not None:
+            self._checksums.begin_step()
         if schedule is not self._schedule and schedule.largest_bytes > 0:
             self._schedule = _NOTHING  # so that the next step tries again if this fails
             self._reserve(schedule)
@@ -140,7 +123,7 @@ class BlockStore:
             OSError: The disk failed in an earlier copy.
         """
         if retained is not None:
-            self._retained.put(key, retained)
+            self.retained.put(key, retained)
         if key in self._schedule.extents:
             self._put_away(key, offloaded or {})
         else:
@@ -148,12 +131,15 @@ class BlockStore:
 
     def permit(self, keys: Iterable[ActivationKey]) -> None:
         """Permit the blocks of ``keys`` to return from now on, as ring slots become free."""
-        self._queue.permit(keys)
+        self._permitted.update(keys)
+        self._bring_back()
 
     @property
     def next_kv(self) -> ActivationKey | None:
         """Key to get next, if it is of K and V that may return; else None."""
-        return self._queue.next_kv
+        order = self._schedule.order
+        key = order[self._used] if self._used < len(order) else None
+        return key if key in self._permitted and key.is_kv else None
 
     def get(
         self, key: ActivationKey, *, owned: bool = False
@@ -170,24 +156,21 @@ class BlockStore:
             OSError: The disk failed.
             CorruptActivationError: In debugging: a tensor was altered.
         """
-        is_retained, is_away = key in self._retained.keys, key in self._queue.keys
+        is_retained, is_away = key in self.retained.keys, key in self._away
         assert is_retained or is_away, f"{key} is not saved"
         offloaded = self._get_back(key) if is_away else {}
-        retained = self._retained.get(key, owned=owned) if is_retained else {}
+        retained = self.retained.get(key, owned=owned) if is_retained else {}
         return copied(offloaded) if owned else offloaded, retained
-
-    def peek(self, key: ActivationKey, name: str) -> Tensor | None:
-        """Return one retained tensor, which stays in the store; None if it is not saved."""
-        return self._retained.peek(key, name)
 
     def free(self, key: ActivationKey) -> None:
         """Allow reuse of the memory of ``key``, after all compute that reads it was issued."""
-        self._retained.free(key)
+        self.retained.free(key)
         if key in self._in_use:
             slot = self._in_use.pop(key)
-            self._checksums.overwrite(slot.data)
+            if self._checksums is not None:
+                self._checksums.overwrite(slot.data)
             slot.empty(self._lane.computed([slot.data]))  # ordering 5
-            self._queue.advance()
+            self._bring_back()
 
     def drain(self) -> bool:
         """Wait for the copies of a failed step, and drop all entries.
@@ -197,12 +180,13 @@ class BlockStore:
         """
         if not self._lane.drain():
             return False
-        self._retained.clear()
+        self.retained.clear()
         self._in_use.clear()
         self._sources.clear()
         self._out_bytes.clear()
         self._back_bytes.clear()
-        self._checksums.clear()
+        if self._checksums is not None:
+            self._checksums.clear()
         self._begin(_NOTHING)  # the next step gets empty slots
         return True
 
@@ -229,23 +213,26 @@ class BlockStore:
     @property
     def num_entries(self) -> int:
         """Number of keys put and not yet got, or whose slots are not yet freed."""
-        return len(self._retained.keys | self._queue.keys) + len(self._in_use)
+        return len(self.retained.keys | self._away.keys()) + len(self._in_use)
 
     def _put_away(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """Start to copy ``tensors`` out; the dictionary may be empty."""
-        self._lane.check()
+        assert key not in self._away, f"{key} is saved already"
         # On a GPU, sources live until they are copied, and a view would keep its whole base alive.
         tensors = {
             name: on_its_own(tensor.contiguous()) if tensor.is_cuda else tensor.contiguous()
             for name, tensor in tensors.items()
         }
-        block = pack(key, self._schedule.extents[key], tensors)
-        self._queue.add(block)
-        if tensors:
-            self._out_bytes.update(block.bytes_by_class)
+        block = self._away[key] = pack(key, self._schedule.extents[key], tensors)
+        if not tensors:
+            return
+        occupant = self._occupants.setdefault(block.extent.offset_bytes, key)
+        assert occupant == key, f"{key} is saved where {occupant} still lies"
+        self._out_bytes.update(block.bytes_by_class)
+        if self._checksums is not None:
             self._checksums.note(key, tensors)
-            self._sources.append((self._tier.send(block, tensors), [*tensors.values()]))
-            self._let_go(self._source_lag * self._blocks_per_layer)
+        self._sources.append((self._tier.send(block, tensors), [*tensors.values()]))
+        self._let_go(self._source_lag * self._blocks_per_layer)
 
     def _let_go(self, still_held: int) -> None:
         """Let compute reuse the sources of all copies out except the last ``still_held``."""
@@ -255,9 +242,17 @@ class BlockStore:
             self._sources.popleft()
 
     def _get_back(self, key: ActivationKey) -> dict[str, Tensor]:
-        """Return the tensors of ``key`` as views of the ring."""
-        block = self._queue.get(key)
-        if self._queue.is_finished:
+        """Return the tensors of ``key``, the block to use next, as views of the ring."""
+        expected = self._schedule.order[self._used]
+        assert key == expected, f"{key} is taken before {expected}"
+        self._used += 1
+        self._bring_back()
+        block = self._away.pop(key)
+        if block.tensors:
+            assert self._fetched >= self._used, f"{key} has no ring slot: too many are in use"
+            del self._occupants[block.extent.offset_bytes]
+            self._bring_back(wanted=block)
+        if self._used == len(self._schedule.order):
             self._let_go(0)
         if not block.tensors:
             return {}
@@ -265,8 +260,23 @@ class BlockStore:
         self._in_use[key] = block.ring
         self._back_bytes.update(block.bytes_by_class)
         tensors = block.views(block.ring.data)
-        self._checksums.check(key, tensors)
+        if self._checksums is not None:
+            self._checksums.check(key, tensors)
         return tensors
+
+    def _bring_back(self, *, wanted: Block | None = None) -> None:
+        """Enqueue the copies back of ``wanted`` and the next blocks, as far as there is room."""
+        self._tier.advance(wanted)
+        for key in self._schedule.order[self._fetched : self._used + PREFETCH_LAYERS]:
+            block = self._away.get(key)
+            if block is None:
+                return  # not saved yet: belongs to a later sequence
+            if block.tensors:
+                if key not in self._permitted or self._ring.is_full or self._tier.is_full:
+                    return
+                block.ring = self._ring.take()
+                self._tier.fetch(block)
+            self._fetched += 1
 
     def _reserve(self, schedule: OffloadSchedule) -> None:
         """Reserve memory and file, and cut empty slots, once no copy is in flight."""
@@ -283,6 +293,12 @@ class BlockStore:
     def _begin(self, schedule: OffloadSchedule) -> None:
         """Begin a step, before its first block."""
         self._schedule = schedule
-        self._queue = ReturnQueue(schedule.order, self._tier, self._ring)
+        self._away: dict[ActivationKey, Block] = {}
+        self._occupants: dict[int, ActivationKey] = {}
+        self._permitted: set[ActivationKey] = set()
+        self._used = 0
+        """Number of keys that compute has got, the first ones of the order."""
+        self._fetched = 0
+        """Number of keys whose return has begun, the first ones of the order."""
         # K and V are saved as a block of their own, before the block of their layer.
         self._blocks_per_layer = 1 + any(key.is_kv for key in schedule.extents)

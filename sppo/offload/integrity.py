@@ -19,26 +19,7 @@ POISON = 0xFF
 """Byte to fill released memory with: NaN in every floating dtype."""
 
 
-class NoChecksums:
-    """Checks of offloaded tensors that check nothing."""
-
-    def begin_step(self) -> None:
-        """Note that a step begins."""
-
-    def note(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
-        """Note tensors that are offloaded under ``key``."""
-
-    def check(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
-        """Check tensors of ``key`` that have returned."""
-
-    def overwrite(self, data: Tensor) -> None:
-        """Overwrite memory after its use."""
-
-    def clear(self) -> None:
-        """Drop all notes after a failed step."""
-
-
-class Checksums(NoChecksums):
+class Checksums:
     """CRC-32 of every offloaded tensor, over its step, key and name, and its bytes."""
 
     def __init__(self) -> None:

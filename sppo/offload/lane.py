@@ -88,7 +88,11 @@ class Lane(ABC):
         """Copy from host memory to the device."""
 
     def write(self, offset_bytes: int, data: Tensor, *, after: Sequence[Event]) -> Event:
-        """Write host memory, whole sectors of uint8, to the file."""
+        """Write host memory, whole sectors of uint8, to the file.
+
+        Raises:
+            OSError: The disk failed in an earlier transfer.
+        """
         assert self._file is not None, "open_file() comes before writing"
         return self._file.write(offset_bytes, data.numpy(), after=after)
 
@@ -104,15 +108,6 @@ class Lane(ABC):
         Raises:
             OSError: The disk failed.
         """
-
-    def check(self) -> None:
-        """Raise the error of the first failed transfer of the disk, if any.
-
-        Raises:
-            OSError: A disk failed.
-        """
-        if self._pool is not None:
-            self._pool.check()
 
     @abstractmethod
     def drain(self) -> bool:

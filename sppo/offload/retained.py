@@ -13,12 +13,28 @@ from sppo.offload.held_bytes import HeldBytes
 
 
 class RetainedTensors:
-    """Tensors by key, kept where they are: in the memory of torch's allocator."""
+    """Tensors by key: kept in the memory of torch's allocator, or on a stack.
 
-    def __init__(self) -> None:
+    Backward takes tensors in the reverse order of forward, so a stack pointer suffices to manage
+    the memory of a stack, a :class:`HostArena`. Putting copies each tensor once. Long-lived tensors
+    thus stay out of the C heap, which they would fragment between short-lived ones: the resident
+    set does not grow, and no pages are returned and faulted in again.
+
+    Args:
+        in_stack: Copy tensors onto a stack; the key that was put last is got first.
+        poison: Overwrite tensors on the stack with NaN when they are freed, so that a late reader
+            gets NaN.
+    """
+
+    def __init__(self, *, in_stack: bool = False, poison: bool = False) -> None:
         self.held = HeldBytes()
-        """Bytes of the tensors."""
+        """Bytes of the tensors; the owner of the store adds those of its own."""
+        self._in_stack, self._poisons = in_stack, poison
         self._tensors: dict[ActivationKey, dict[str, Tensor]] = {}
+        self._lent: dict[ActivationKey, list[Tensor]] = {}
+        self._arena: HostArena | None = None
+        self._begins: list[int] = []
+        self._end_bytes = 0
 
     @property
     def keys(self) -> KeysView[ActivationKey]:
@@ -26,13 +42,30 @@ class RetainedTensors:
         return self._tensors.keys()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for tensors of ``num_bytes``; these bring their own."""
+        """Reserve the stack, if there is one, between steps.
+
+        Args:
+            num_bytes: Sum of the :func:`stacked_bytes` of all tensors.
+
+        Raises:
+            MemoryError: The machine lacks memory.
+        """
+        assert not self._begins, "a stack in use stays where it is"
+        if not self._in_stack or num_bytes == 0:
+            return
+        if self._arena is None or num_bytes > self._arena.size_bytes:
+            self._arena = None  # free first: both may not fit
+            self._arena = HostArena(num_bytes)
 
     def put(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
-        """Keep ``tensors``; a view of a larger tensor does not keep its memory."""
+        """Keep ``tensors``; a view of a larger tensor does not keep the memory of that tensor."""
         assert key not in self._tensors, f"{key} is saved already"
-        self._tensors[key] = self._kept(tensors)
-        self.held.add_tensors(self._tensors[key].values())
+        if self._in_stack:
+            kept = self._stacked(tensors)
+        else:
+            kept = {name: on_its_own(tensor) for name, tensor in tensors.items()}
+        self._tensors[key] = kept
+        self.held.add_tensors(kept.values())
 
     def peek(self, key: ActivationKey, name: str) -> Tensor | None:
         """Return one tensor, which stays here; None if it is not saved."""
@@ -40,63 +73,15 @@ class RetainedTensors:
 
     def get(self, key: ActivationKey, *, owned: bool) -> dict[str, Tensor]:
         """Remove and return the tensors of ``key``; the caller may keep them if ``owned``."""
+        if self._in_stack:
+            last = next(reversed(self._tensors))
+            assert key == last, f"{key} is taken before {last}, which was saved later"
+            self._end_bytes = self._begins.pop()
         tensors = self._tensors.pop(key)
         self.held.remove_tensors(tensors.values())
-        return tensors
-
-    def free(self, key: ActivationKey) -> None:
-        """Allow reuse of the memory of tensors that were got and are not owned."""
-
-    def clear(self) -> None:
-        """Drop all tensors."""
-        self._tensors.clear()
-        self.held.clear()
-
-    def _kept(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: on_its_own(tensor) for name, tensor in tensors.items()}
-
-
-class TensorStack(RetainedTensors):
-    """Tensors by key, copied to a stack in a :class:`HostArena`: the last key is got first.
-
-    Backward takes tensors in the reverse order of forward, so a stack pointer suffices to manage
-    the memory. Putting copies each tensor once. Long-lived tensors thus stay out of the C heap,
-    which they would fragment between short-lived ones: the resident set does not grow, and no pages
-    are returned and faulted in again.
-
-    Args:
-        poison: Overwrite tensors with NaN when they are freed, so that a late reader gets NaN.
-    """
-
-    def __init__(self, *, poison: bool) -> None:
-        super().__init__()
-        self._poisons = poison
-        self._lent: dict[ActivationKey, list[Tensor]] = {}
-        self._arena: HostArena | None = None
-        self._begins: list[int] = []
-        self._end_bytes = 0
-
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes``, the sum of the :func:`stacked_bytes` of all tensors.
-
-        Raises:
-            MemoryError: The machine lacks memory.
-        """
-        assert not self._begins, "a stack in use stays where it is"
-        if num_bytes == 0 or (self._arena is not None and num_bytes <= self._arena.size_bytes):
-            return
-        self._arena = None  # free first: both may not fit
-        self._arena = HostArena(num_bytes)
-
-    def get(self, key: ActivationKey, *, owned: bool) -> dict[str, Tensor]:
-        """Pop the tensors of ``key``, which was put last; copy them if ``owned``."""
-        last = next(reversed(self._tensors))
-        assert key == last, f"{key} is taken before {last}, which was saved later"
-        tensors = super().get(key, owned=owned)
-        self._end_bytes = self._begins.pop()
         if self._poisons:
             self._lent[key] = [*tensors.values()]
-        return copied(tensors) if owned else tensors
+        return copied(tensors) if owned and self._in_stack else tensors
 
     def free(self, key: ActivationKey) -> None:
         """Allow reuse of the memory of tensors that were got and are not owned."""
@@ -104,13 +89,14 @@ class TensorStack(RetainedTensors):
             tensor.fill_(float("nan"))
 
     def clear(self) -> None:
-        """Pop everything."""
-        super().clear()
+        """Drop all tensors."""
+        self._tensors.clear()
+        self.held.clear()
         self._lent.clear()
         self._begins.clear()
         self._end_bytes = 0
 
-    def _kept(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _stacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy ``tensors`` onto the stack, and return the copies."""
         self._begins.append(self._end_bytes)
         copies = {}

@@ -16,7 +16,7 @@ them by their numbers where something is made to wait:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from sppo.activations.activation_layout import (
     packed_offsets,
 )
 from sppo.activations.tensor_classes import CLASSES, class_of
-from sppo.offload.lane import Copy, Lane
+from sppo.offload.lane import Lane
 from sppo.offload.worker_pool import Event
 
 
@@ -56,8 +56,7 @@ class Slots:
 
     def __init__(self) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
-        self._slots: list[Slot] = []
-        self._taken = 0
+        self._slots: deque[Slot] = deque()
 
     def reserve(self, size_bytes: int, allocate: Callable[[int], Tensor]) -> None:
         """Allocate ``size_bytes``, unless there is enough already."""
@@ -67,24 +66,23 @@ class Slots:
 
     def cut(self, count: int, slot_bytes: int) -> None:
         """Cut the memory into empty slots."""
-        self._slots = [Slot(self.data[i * slot_bytes :][:slot_bytes]) for i in range(count)]
+        self._slots = deque(Slot(self.data[i * slot_bytes :][:slot_bytes]) for i in range(count))
 
     @property
-    def next(self) -> Slot:
-        """Slot to take next: the least recently used."""
-        return self._slots[self._taken % len(self._slots)]
+    def is_full(self) -> bool:
+        """True if the slot to take next, the least recently used, still holds a block."""
+        return self._slots[0].is_full
 
     def take(self) -> Slot:
         """Take the next slot for a block."""
-        slot = self.next
-        assert not slot.is_full, "the slot holds what nobody has read yet"
-        slot.is_full = True
-        self._taken += 1
-        return slot
+        assert not self.is_full, "the slot holds what nobody has read yet"
+        self._slots.rotate(-1)
+        self._slots[-1].is_full = True
+        return self._slots[-1]
 
     def release(self) -> None:
         """Drop the memory and its slots."""
-        self.data, self._slots = torch.empty(0, dtype=torch.uint8), []
+        self.data, self._slots = torch.empty(0, dtype=torch.uint8), deque()
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +104,6 @@ class Block:
     def part(self, slot: Slot) -> Tensor:
         """Return the bytes of a slot that the block takes."""
         return slot.data[: self.extent.size_bytes]
-
-    def pairs(self, data: Tensor, sources: Sequence[Tensor]) -> list[Copy]:
-        """Return the copies that pack the tensors ``sources`` into the block's bytes ``data``."""
-        return [*zip(self.views(data).values(), sources, strict=True)]
 
     def views(self, data: Tensor) -> dict[str, Tensor]:
         """Return the tensors as views of the block's bytes ``data``."""
@@ -152,13 +146,17 @@ class HostTier:
         self._lane = lane
         self.host = Slots()
 
+    def host_bytes(self, schedule: OffloadSchedule) -> int:
+        """Return the host memory that a step needs."""
+        return schedule.tier_bytes
+
     def reserve_host(self, schedule: OffloadSchedule) -> None:
         """Reserve the host memory of a step.
 
         Raises:
             MemoryError: The host lacks memory.
         """
-        self.host.reserve(self._host_bytes(schedule), partial(self._lane.host_memory, "blocks"))
+        self.host.reserve(self.host_bytes(schedule), partial(self._lane.host_memory, "blocks"))
 
     def reserve(self, schedule: OffloadSchedule) -> None:
         """Reserve host memory and file of a step, once no copy is in flight.
@@ -177,8 +175,8 @@ class HostTier:
     def send(self, block: Block, tensors: Mapping[str, Tensor]) -> Event:
         """Enqueue the copies of a block to the tier; return when its tensors are copied out."""
         sources = [*tensors.values()]
-        computed = self._lane.computed(sources)  # ordering 1
-        block.stored = self._lane.out(block.pairs(self._place(block), sources), after=[computed])
+        copies = [*zip(block.views(self._place(block)).values(), sources, strict=True)]
+        block.stored = self._lane.out(copies, after=[self._lane.computed(sources)])  # ordering 1
         return block.stored
 
     def fetch(self, block: Block) -> None:
@@ -187,14 +185,12 @@ class HostTier:
         after = [block.stored, *block.ring.emptied]  # orderings 3 and 5
         block.back = self._lane.back(copies, after=after)
 
-    def advance(self) -> None:
-        """Enqueue the copies that have become possible: here, all were when they were fetched."""
+    def advance(self, wanted: Block | None = None) -> None:
+        """Enqueue the copies of fetched blocks that have become possible: here, all are already.
 
-    def finish(self, block: Block) -> None:
-        """Enqueue the last copy of a block that is being fetched."""
-
-    def _host_bytes(self, schedule: OffloadSchedule) -> int:
-        return schedule.tier_bytes
+        Args:
+            wanted: Block whose copies are all to be enqueued now, because compute needs it.
+        """
 
     def _place(self, block: Block) -> Tensor:
         return self.host.data[block.extent.offset_bytes : sum(block.extent)]
@@ -204,7 +200,8 @@ class DiskTier(HostTier):
     """File on a disk, to and from which blocks pass through staging slots in host memory.
 
     A block that returns is read into a staging slot, and copied from there once that is done,
-    which :meth:`advance` finds out. Only the copy waits for the ring slot.
+    which :meth:`advance` finds out. Only the copy waits for the ring slot. If device memory is host
+    memory, the block is read straight into its ring slot.
 
     Args:
         lane: Lane of the copies.
@@ -215,6 +212,10 @@ class DiskTier(HostTier):
         super().__init__(lane)
         self._directory = directory
         self._reads: deque[tuple[Block, Slot, Event]] = deque()
+
+    def host_bytes(self, schedule: OffloadSchedule) -> int:
+        """Return the bytes of the staging slots of a step."""
+        return schedule.staging_slots * schedule.largest_bytes
 
     def reserve(self, schedule: OffloadSchedule) -> None:
         """Reserve staging slots and file of a step, once no copy is in flight."""
@@ -229,39 +230,36 @@ class DiskTier(HostTier):
     @property
     def is_full(self) -> bool:
         """True if no block can be fetched now: the next staging slot is being read into."""
-        return self.host.next.is_full
+        return self.host.is_full
 
     def send(self, block: Block, tensors: Mapping[str, Tensor]) -> Event:
         """Enqueue the copies of a block to the tier; return when its tensors are copied out."""
         while self.is_full:
             self._copy_back()
         slot, sources = self.host.take(), [*tensors.values()]
+        copies = [*zip(block.views(slot.data).values(), sources, strict=True)]
         after = [self._lane.computed(sources), *slot.emptied]  # orderings 1, and 6 or 7
-        copied = self._lane.out(block.pairs(slot.data, sources), after=after)
+        copied = self._lane.out(copies, after=after)
         offset, staged = block.extent.offset_bytes, block.part(slot)
         block.stored = self._lane.write(offset, staged, after=[copied])  # ordering 3
         slot.empty(block.stored)
         return copied
 
     def fetch(self, block: Block) -> None:
-        """Start to read a block into a staging slot, on its way to its ring slot."""
+        """Start to read a block, on its way to its ring slot."""
+        offset = block.extent.offset_bytes
+        if self._lane.reads_to_device:
+            after = [block.stored, *block.ring.emptied]  # orderings 3 and 5
+            block.back = self._lane.read(offset, block.part(block.ring), after=after)
+            return
         slot = self.host.take()
         after = [block.stored, *slot.emptied]  # orderings 3, and 6 or 7
-        read = self._lane.read(block.extent.offset_bytes, block.part(slot), after=after)
-        self._reads.append((block, slot, read))
+        self._reads.append((block, slot, self._lane.read(offset, block.part(slot), after=after)))
 
-    def advance(self) -> None:
-        """Copy the blocks back that the disk has been read for."""
-        while self._reads and self._reads[0][2].done():
+    def advance(self, wanted: Block | None = None) -> None:
+        """Copy the blocks back that the disk has been read for, and ``wanted``, the first one."""
+        while self._reads and (self._reads[0][0] is wanted or self._reads[0][2].done()):
             self._copy_back()
-
-    def finish(self, block: Block) -> None:
-        """Copy a block back, if that is still to do; it is the first of those being fetched."""
-        if self._reads and self._reads[0][0] is block:
-            self._copy_back()
-
-    def _host_bytes(self, schedule: OffloadSchedule) -> int:
-        return schedule.staging_slots * schedule.largest_bytes
 
     def _copy_back(self) -> None:
         """Enqueue the copy into the ring of the block whose read was started first."""
@@ -270,20 +268,3 @@ class DiskTier(HostTier):
         after = [read, *block.ring.emptied]  # orderings 8 and 5
         block.back = self._lane.back(copies, after=after)
         slot.empty(block.back)
-
-
-class DirectDiskTier(DiskTier):
-    """File on a disk that is read straight into the ring: device memory is host memory."""
-
-    def fetch(self, block: Block) -> None:
-        """Start to read a block into its ring slot."""
-        target = block.part(block.ring)
-        after = [block.stored, *block.ring.emptied]  # orderings 3 and 5
-        block.back = self._lane.read(block.extent.offset_bytes, target, after=after)
-
-
-def tier_of(lane: Lane, disk: Path | None) -> HostTier:
-    """Return the tier behind a lane: a file in the directory ``disk``, or host memory if None."""
-    if disk is None:
-        return HostTier(lane)
-    return DirectDiskTier(lane, disk) if lane.reads_to_device else DiskTier(lane, disk)

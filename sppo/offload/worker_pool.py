@@ -67,21 +67,26 @@ class WorkerPool:
         self._process: int | None = os.getpid()
         if begin is not None:
             for queue in self._queues:
-                self._enqueue(queue, begin)
+                queue.put((_Work(), begin, self))
 
-    def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
-        """Give ``work`` to the next thread, to run after its earlier work and the events ``after``.
+    def submit(self, *pieces: Callable[[], None], after: Sequence[Event] = ()) -> Future[None]:
+        """Give each of ``pieces`` to the next thread, to run after its earlier work and ``after``.
+
+        Once a piece has failed, those that have not started do nothing.
 
         Returns:
-            Future of the work. :func:`wait_for` raises its error; a
-            :class:`concurrent.futures.CancelledError` means that the work was skipped.
+            Future of all pieces, reached when the last one has ended. :func:`wait_for` raises the
+            first error; a :class:`concurrent.futures.CancelledError` means that work was skipped.
 
         Raises:
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
         if not self._has_threads:
             raise RuntimeError("the pool has no threads any more")
-        return self._enqueue(next(self._turns), work, after)
+        work = _Work(after, len(pieces))
+        for piece in pieces:
+            next(self._turns).put((work, piece, self))
+        return work.future
 
     def check(self) -> None:
         """Raise the first error since the last :meth:`drain`, if any."""
@@ -101,8 +106,10 @@ class WorkerPool:
         self._cancelled = True
         if self._has_threads:
             # New work: a caller that was interrupted while submitting has no last future.
-            marks = [self._enqueue(queue, _nothing) for queue in self._queues]
-            if wait(marks, timeout=limit_s).not_done:
+            marks = [_Work() for _ in self._queues]
+            for queue, mark in zip(self._queues, marks, strict=True):
+                queue.put((mark, _nothing, self))
+            if wait([mark.future for mark in marks], timeout=limit_s).not_done:
                 return False
         self._error, self._cancelled = None, False
         return True
@@ -124,35 +131,43 @@ class WorkerPool:
         """True if the pool is open and belongs to this process: forks do not inherit threads."""
         return self._process == os.getpid()
 
-    def _enqueue(
-        self, queue: _Queue, work: Callable[[], None], after: Sequence[Event] = ()
-    ) -> Future[None]:
-        future: Future[None] = Future()
-        queue.put((future, work, after, self))
-        return future
-
-    def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:
-        """Run work in a thread and return its error, None if there was none.
+    def _run(self, work: _Work, piece: Callable[[], None]) -> None:
+        """Run a piece in a thread, and record its error.
 
         The error is recorded before the future is done: the waiter may call :meth:`drain`, and an
         error recorded later would fail the next step.
         """
         try:
-            for event in after:
+            for event in work.after:
                 wait_for(event)
             if self._cancelled:
                 raise CancelledError(_CANCELLED)
-            work()
+            if work.error is None:
+                piece()
         except BaseException as error:
             # Drop frames, also those of chained errors, because they keep tensors alive.
             error.__traceback__ = error.__context__ = error.__cause__ = None
-            if self._error is None:
-                self._error = error
-            return error
-        return None
+            self._error = self._error or error
+            work.error = work.error or error
 
 
-_Queue = SimpleQueue[tuple[Future[None], Callable[[], None], Sequence[Event], WorkerPool] | None]
+class _Work:
+    """Pieces of work that end together."""
+
+    def __init__(self, after: Sequence[Event] = (), pieces: int = 1) -> None:
+        self.after = after
+        self.future: Future[None] = Future()
+        self.error: BaseException | None = None
+        self._left, self._lock = pieces, threading.Lock()
+
+    def is_last(self) -> bool:
+        """Count a piece that has ended; return whether it was the last."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+
+_Queue = SimpleQueue[tuple[_Work, Callable[[], None], WorkerPool] | None]
 
 
 def wait_for(event: Event) -> None:
@@ -176,12 +191,15 @@ def _serve(queue: _Queue) -> None:
     References to work and events are dropped before the future is done, and the future has none.
     """
     while (entry := queue.get()) is not None:
-        future, work, after, pool = entry
-        error = pool._error_of(work, after)
-        del entry, work, after, pool
-        if error is None:
+        work, piece, pool = entry
+        pool._run(work, piece)
+        del entry, piece, pool
+        is_last = work.is_last()
+        future, error = work.future, work.error  # if this was the last: of all pieces
+        del work
+        if is_last and error is None:
             future.set_result(None)
-        else:
+        elif is_last:
             future.set_exception(error)
         del future, error  # otherwise kept alive until the next work is submitted
 

@@ -33,7 +33,7 @@ from sppo.kernels import elementwise
 from sppo.model import gradients, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.retained import TensorStack
+from sppo.offload.retained import RetainedTensors
 
 BASE = {
     "vocab_size": 48,
@@ -112,7 +112,7 @@ def counted(monkeypatch):
         lambda kv, k_CKD, v_CKD: ("copy", k_CKD.numel() + v_CKD.numel()),
     )
     watch(
-        TensorStack,
+        RetainedTensors,
         "put",
         lambda stack, key, tensors: (
             "save",

@@ -140,7 +140,7 @@ def test_what_is_left_over_is_noticed(trained):
     from sppo.activations.activation_layout import ActivationKey
 
     store = trained.engine._stages[0].store
-    store.reserve(64)
+    store.retained.reserve(64)
     store.put(ActivationKey(0, 0, 0), retained={"x_in": torch.zeros(1)})
     with pytest.raises(AssertionError, match="left over after the step: {'activations': 1"):
         trained.engine._stages[0].assert_idle()

@@ -6,7 +6,7 @@ import torch
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.offload.block_store import BlockStore
 from sppo.offload.cpu_lane import CpuLane
-from sppo.offload.retained import stacked_bytes
+from sppo.offload.retained import RetainedTensors, stacked_bytes
 
 KEYS = [ActivationKey(0, subsequence, layer) for subsequence in range(2) for layer in range(3)]
 KEY, OTHER = KEYS[:2]
@@ -23,8 +23,8 @@ def saved(seed):
 def stacked(times, *, poison=False):
     """A store whose stack has room for some of :func:`saved`."""
     store = BlockStore()
-    store.keep_in_stack(poison=poison)
-    store.reserve(times * (stacked_bytes((7, 5), 2) + stacked_bytes((3, 7), 4)))
+    store.retained = RetainedTensors(in_stack=True, poison=poison)
+    store.retained.reserve(times * (stacked_bytes((7, 5), 2) + stacked_bytes((3, 7), 4)))
     return store
 
 
@@ -32,13 +32,13 @@ def test_tensors_stay_as_they_are_and_are_counted():
     store, first, second = BlockStore(), saved(0), {"x": torch.zeros(2)}
     store.put(KEY, retained=first)
     store.put(OTHER, retained=second)
-    assert (store.held.now, store.num_entries, store.held.peak) == (162, 2, 162)
-    assert store.peek(KEY, "lse") is first["lse"]
-    assert store.peek(KEY, "o") is None
+    assert (store.retained.held.now, store.num_entries, store.retained.held.peak) == (162, 2, 162)
+    assert store.retained.peek(KEY, "lse") is first["lse"]
+    assert store.retained.peek(KEY, "o") is None
     _, taken = store.get(KEY)
     assert all(taken[name] is tensor for name, tensor in first.items())
     taken.clear()  # as backward pops tensors out of what it took
-    assert (store.held.now, store.num_entries, store.held.peak) == (8, 1, 162)
+    assert (store.retained.held.now, store.num_entries, store.retained.held.peak) == (8, 1, 162)
 
 
 def test_a_part_of_a_tensor_does_not_keep_all_of_it():
@@ -73,8 +73,8 @@ def test_a_stack_gives_back_last_what_came_first_bit_for_bit():
         _, taken = store.get(key)
         assert all(torch.equal(taken[name], tensor) for name, tensor in saved(seed).items())
         store.free(key)
-    assert (store.num_entries, store.held.now) == (0, 0)
-    assert store.held.peak == len(KEYS) * (70 + 84)
+    assert (store.num_entries, store.retained.held.now) == (0, 0)
+    assert store.retained.held.peak == len(KEYS) * (70 + 84)
 
 
 def test_the_order_and_the_room_of_a_stack_are_kept():
@@ -89,13 +89,13 @@ def test_the_order_and_the_room_of_a_stack_are_kept():
 
 def test_a_larger_step_gets_more_room_and_a_failed_one_leaves_nothing():
     store = BlockStore()
-    store.keep_in_stack(poison=False)
+    store.retained = RetainedTensors(in_stack=True, poison=False)
     for times in (1, 4, 2):
-        store.reserve(times * 256)
+        store.retained.reserve(times * 256)
         for seed, key in enumerate(KEYS[:times]):
             store.put(key, retained=saved(seed))
         assert store.drain()
-        assert (store.num_entries, store.held.now) == (0, 0)
+        assert (store.num_entries, store.retained.held.now) == (0, 0)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -49,27 +49,6 @@ _ADVICE = {
 _OTHER_ADVICE = "name a directory on another file system"
 
 _log = logging.getLogger(__name__)
-
-
-class Transfer:
-    """Read or write in flight, made by :class:`FileTier`; an :class:`sppo.offload.lane.Event`."""
-
-    def __init__(self, pieces: Sequence[Future[None]]) -> None:
-        self._pieces = pieces
-
-    def done(self) -> bool:
-        """Return, without waiting, whether all bytes are transferred or the transfer failed."""
-        return all(piece.done() for piece in self._pieces)
-
-    def exception(self) -> BaseException | None:
-        """Wait until the transfer has ended; return its error, None if there was none.
-
-        A failed read leaves its memory undefined; a failed write leaves its range of the tier
-        undefined.
-        """
-        # Of all pieces: until the last one has ended, the memory belongs to the transfer.
-        errors = [_error_of(piece) for piece in self._pieces]
-        return next((error for error in errors if error is not None), None)
 
 
 class FileTier:
@@ -110,21 +89,26 @@ class FileTier:
 
     def write(
         self, offset_bytes: int, array: NDArray[np.uint8], *, after: Sequence[Event] = ()
-    ) -> Transfer:
-        """Start to write all of ``array``, which must not change until the transfer is done.
+    ) -> Future[None]:
+        """Start to write all of ``array``, which must not change until the future is done.
+
+        A failed write leaves its range of the tier undefined.
 
         Args:
             offset_bytes: First byte of the file to write, a multiple of :data:`SECTOR_BYTES`.
             array: Whole sectors, in memory that begins at a multiple of their size.
             after: Events that the transfer waits for.
 
+        Raises:
+            OSError: The disk failed in an earlier transfer.
         """
+        self._pool.check()
         return self._start(offset_bytes, array, after, write=True)
 
     def read(
         self, offset_bytes: int, array: NDArray[np.uint8], *, after: Sequence[Event] = ()
-    ) -> Transfer:
-        """Start to read into all of ``array``, which is undefined until the transfer is done.
+    ) -> Future[None]:
+        """Start to read into all of ``array``, which is undefined until the future is done.
 
         Bytes that were never written read as zeros. Takes the arguments of :meth:`write`.
         """
@@ -132,33 +116,19 @@ class FileTier:
 
     def _start(
         self, offset_bytes: int, array: NDArray[np.uint8], after: Sequence[Event], *, write: bool
-    ) -> Transfer:
+    ) -> Future[None]:
         sizes = (offset_bytes, array.nbytes, array.ctypes.data)
         assert not any(n % SECTOR_BYTES for n in sizes), f"{sizes} are not whole sectors"
         assert 0 <= offset_bytes <= self.size_bytes - array.nbytes, "a range of the tier"
-        memory, failed = array.reshape(-1).data, threading.Event()
-        return Transfer(
-            [
-                self._pool.submit(
-                    partial(
-                        self._move,
-                        memory[begin : begin + PIECE_BYTES],
-                        offset_bytes + begin,
-                        write=write,
-                        failed=failed,
-                    ),
-                    after=after,
-                )
-                for begin in range(0, array.nbytes, PIECE_BYTES)
-            ]
-        )
+        memory = array.reshape(-1).data
+        pieces = [
+            partial(self._move, memory[begin:][:PIECE_BYTES], offset_bytes + begin, write=write)
+            for begin in range(0, array.nbytes, PIECE_BYTES)
+        ]
+        return self._pool.submit(*pieces, after=after)
 
-    def _move(
-        self, piece: memoryview, offset_bytes: int, *, write: bool, failed: threading.Event
-    ) -> None:
-        """Transfer one piece, unless another piece of the same transfer has ``failed``."""
-        if failed.is_set():
-            return
+    def _move(self, piece: memoryview, offset_bytes: int, *, write: bool) -> None:
+        """Transfer one piece."""
         file, moved = self._file.fileno(), 0
         try:
             with self.writing if write else self.reading:
@@ -170,14 +140,10 @@ class FileTier:
                 if not self.direct:
                     _leave_page_cache(file, write, offset_bytes, len(piece))
         except OSError as error:
-            failed.set()
             what = f"{'writing' if write else 'reading'} {format_bytes(len(piece))} at byte "
             fault = _fault(error.errno, f"the disk failed while {what}{offset_bytes}")
             fault.filename = str(self.directory)
             raise fault from None
-        except BaseException:
-            failed.set()
-            raise
 
     def close(self) -> None:
         """Free the space; no transfer may be in flight. Repeated calls do nothing."""
@@ -208,14 +174,6 @@ class BusyTime:
         with self._lock:
             total_s, self._total_s = self._total_s, 0.0
         return total_s
-
-
-def _error_of(piece: Future[None]) -> BaseException | None:
-    """Wait until a piece has ended, and return its error."""
-    try:
-        return piece.exception()
-    except CancelledError as error:
-        return error
 
 
 def whole_sectors(size_bytes: int) -> int:
