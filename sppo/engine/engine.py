@@ -24,11 +24,12 @@ from sppo.engine.providers.streamed_gradients import StreamedGradients
 from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.engine.providers.weights import ResidentWeights, WeightPart, WeightProvider
 from sppo.engine.stage import Stage
-from sppo.engine.stage_providers import WholeUnits
+from sppo.engine.stage_buffers import StageBuffers
+from sppo.engine.stage_providers import StageProviders
 from sppo.engine.step_programs import PlannedStep, StepPrograms
 from sppo.engine.step_units import StepUnits
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
-from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
+from sppo.engine.unit import SequenceData, Unit, units_of
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
@@ -145,10 +146,7 @@ class Engine:
         check_engine(model, weights, gradients, pipeline=pipeline, sharded=exchange)
         self._model, self._pipeline = model, pipeline
         self._checks_steps = isinstance(weights, Mapping)
-        self._stopwatch = stopwatch
-        self._shard = (
-            SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
-        )
+        self._stopwatch = stopwatch or Stopwatch()
         # A single stage takes saved tensors in reverse order of saving, so a stack fits. With
         # several stages, the output of one stage is the saved input of the next, without a copy.
         alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
@@ -198,7 +196,7 @@ class Engine:
             store=self._store,
             loss_terms=self._loss_terms,
         )
-        whole = WholeUnits(weights, self._gradients, self._kv, self._ends)
+        whole = StageProviders(weights, self._gradients, self._kv, self._ends)
         stage = partial(Stage, self._model, store=self._store, kv=self._kv, exchange=exchange)
         self._stages = {
             index: stage(layers=layers, providers=whole, input_every=self._input_every)
@@ -210,13 +208,7 @@ class Engine:
             return
         assert model is self._model, "with Megatron no unit is cut: checked before training"
         for index, layers in enumerate(pipeline.all_layers(model.num_layers)):
-            self._shards[index] = ShardProviders(
-                model,
-                weights=weights,
-                gradients=self._gradients,
-                store=self._kv,
-                ends=self._ends,
-            )
+            self._shards[index] = ShardProviders(model, weights=weights, whole=whole)
             self._shard_stages[index] = stage(layers=layers, providers=self._shards[index])
 
     @torch.no_grad()
@@ -311,13 +303,9 @@ class Engine:
         """
         if not self._store.offloads:
             return
-        units: dict[tuple[int, int], Unit] = {}
-        for index, cuts in enumerate(boundaries):
-            no_tokens_S = torch.empty(cuts[-1], dtype=torch.long)
-            units |= units_of(index, SequenceData(no_tokens_S, no_tokens_S), cuts, self._shard)
-        lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
-        step = self._programs.step(lengths, forward_only=False)
-        self._prepare(step, self._step_units(step, units), reserve=BlockStore.reserve_host)
+        no_tokens = [torch.empty(cuts[-1], dtype=torch.long) for cuts in boundaries]
+        step, units = self._laid_out([SequenceData(t_S, t_S) for t_S in no_tokens], boundaries)
+        self._prepare(step, units, reserve=BlockStore.reserve_host)
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
@@ -372,23 +360,25 @@ class Engine:
         before_action: Callable[[int, Action], None] = _go_on,
         on_failure: Callable[[BaseException], None] = _say_nothing,
     ) -> tuple[Schedule, Trace]:
-        units: dict[tuple[int, int], Unit] = {}
-        for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
-            units |= units_of(index, data, cuts, self._shard)
-        lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
-        step = planned or self._programs.step(lengths, forward_only=loss_scale is None)
-        schedule = step.program
-        assert schedule.lengths == lengths, "the step was planned for other sequences"
-        step_units = self._step_units(step, units)
+        step, units = self._laid_out(
+            sequences, boundaries, forward_only=loss_scale is None, planned=planned
+        )
+        schedule, rank = step.program, self._pipeline.rank
         if loss_scale is not None:
-            self._prepare(step, step_units)
-        self._weights.begin(self._visits(schedule, step_units))
+            self._prepare(step, units)
+        self._weights.begin(self._visits(schedule, units))
+        buffers = StageBuffers(
+            schedule,
+            rank=rank,
+            p2p=self._pipeline.p2p,
+            local=units.tokens,
+            message=(self._model.hidden_size, self._weights.dtype),
+        )
         executor = Executor(
             schedule,
-            rank=self._pipeline.rank,
-            units=step_units,
-            message=(self._model.hidden_size, self._weights.dtype),
-            p2p=self._pipeline.p2p,
+            rank=rank,
+            units=units,
+            buffers=buffers,
             state=self._state,
             stopwatch=self._stopwatch,
         )
@@ -396,6 +386,8 @@ class Engine:
             trace = executor.run(
                 loss_scale=loss_scale, before_action=before_action, on_failure=on_failure
             )
+            for stage in (*self._stages.values(), *self._shard_stages.values()):
+                stage.assert_idle()
         except BaseException:
             self._give_up()
             raise
@@ -419,16 +411,26 @@ class Engine:
         if self._pipeline.msp_links is not None:
             self._pipeline.msp_links.connect(msp_ranges(schedule.msp_groups))
 
-    def _step_units(self, step: PlannedStep, units: Mapping[UnitKey, Unit]) -> StepUnits:
+    def _laid_out(
+        self,
+        sequences: Sequence[SequenceData],
+        boundaries: Sequence[Sequence[int]],
+        *,
+        forward_only: bool = False,
+        planned: PlannedStep | None = None,
+    ) -> tuple[PlannedStep, StepUnits]:
+        """Return program and units of a step, after connecting the ranks of its MSP groups."""
+        exchange = self._exchange
+        rank, degree = (0, 1) if exchange is None else (exchange.rank, exchange.degree)
+        units: dict[UnitKey, Unit] = {}
+        for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
+            units |= units_of(index, data, cuts, rank=rank, degree=degree)
+        lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
+        step = planned or self._programs.step(lengths, forward_only=forward_only)
+        assert step.program.lengths == lengths, "the step was planned for other sequences"
         self._connect(step.program)
-        return StepUnits(
-            step.program,
-            units,
-            stages=self._stages,
-            shard_stages=self._shard_stages,
-            links=self._pipeline.msp_links,
-            member=self._shard.rank,
-        )
+        links = self._pipeline.msp_links
+        return step, StepUnits(step.program, units, self._stages, self._shard_stages, links, rank)
 
     def _prepare(
         self,

@@ -12,14 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.engine.step_units import StepUnits
-from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
-from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.engine.trace import Stopwatch, Trace
 from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
 from sppo.schedule.schedule import Schedule
 
@@ -33,10 +30,9 @@ class Executor:
         schedule: Validated schedule of all ranks.
         rank: Pipeline rank whose program to run.
         units: Stages and units of the step.
-        message: Elements per token and dtype of messages between stages.
-        p2p: Pipeline communication; None if the program has no messages.
+        buffers: Tensors between stages, and messages.
         state: Copies and reductions of weights and gradients of whole stages.
-        stopwatch: Clock of the actions; None uses the host's clock.
+        stopwatch: Clock of the actions.
 
     Raises:
         ValueError: An action of the program has no handler.
@@ -48,17 +44,13 @@ class Executor:
         *,
         rank: int,
         units: StepUnits,
-        message: tuple[int, torch.dtype],
-        p2p: PipelineLinks | None = None,
-        state: StateStreams | None = None,
-        stopwatch: Stopwatch | None = None,
+        buffers: StageBuffers,
+        state: StateStreams,
+        stopwatch: Stopwatch,
     ) -> None:
-        self._program = schedule.programs[rank]
-        self._buffers = StageBuffers(schedule, rank=rank, p2p=p2p, local=units.tokens)
-        self._units, self._message = units, message
-        self._state = state or StateStreams()
-        self._training = schedule.is_training
-        self._stopwatch = stopwatch or HostStopwatch()
+        self._program, self._training = schedule.programs[rank], schedule.is_training
+        self._units, self._buffers, self._state = units, buffers, state
+        self._stopwatch = stopwatch
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.KV: self._recompute_kv,
@@ -68,8 +60,8 @@ class Executor:
             ActionKind.H2D: self._start_reload,
             ActionKind.REDUCE: self._reduce,
         }
-        if p2p is not None:
-            self._handlers |= {ActionKind.SEND: self._send, ActionKind.RECV: self._receive}
+        if buffers.has_links:
+            self._handlers |= {ActionKind.SEND: buffers.send, ActionKind.RECV: buffers.receive}
         self._deferred = {
             (action.stage, action.unit) for action in self._program if action.kind is ActionKind.W
         }
@@ -106,7 +98,9 @@ class Executor:
         for position, action in enumerate(self._program):
             try:
                 before_action(position, action)
-                self._await_input(action)
+                if action.kind in (ActionKind.F, ActionKind.B):
+                    self._buffers.await_input(action)
+                    self._units.meet_peers(action)
                 start = mark()
                 self._handlers[action.kind](action)
                 trace.add(action, start, mark())
@@ -114,14 +108,9 @@ class Executor:
                 error.add_note(self._context(position))
                 on_failure(error)
                 raise
-        self._finish()
+        self._buffers.wait_all()
+        self._state.finish()
         return trace
-
-    def _await_input(self, action: Action) -> None:
-        """Wait for the input of F or B from other ranks; for a shard, also for its MSP group."""
-        if action.kind in (ActionKind.F, ActionKind.B):
-            self._buffers.await_input(action)
-            self._units.meet_peers(action)
 
     def _forward(self, action: Action) -> None:
         stage, unit = self._units.stage(action), self._units.unit(action)
@@ -148,13 +137,6 @@ class Executor:
     def _weight_gradients(self, action: Action) -> None:
         self._units.stage(action).weight_gradients(self._units.unit(action))
 
-    def _send(self, action: Action) -> None:
-        self._buffers.send(action)
-
-    def _receive(self, action: Action) -> None:
-        width, dtype = self._message
-        self._buffers.receive(action, width=width, dtype=dtype)
-
     def _finish_offload(self, action: Action) -> None:
         """Run a D2H; that of saved tensors was started layer by layer, by F."""
         if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
@@ -172,15 +154,10 @@ class Executor:
     def _restore_kv(self, stage: Stage) -> None:
         """Restore the K and V, of any stage of the rank, whose blocks are the next to be used."""
         while (key := stage.store.next_kv) is not None:
-            stage.restore_kv(key, self._units.span((key.sequence, key.subsequence)))
+            stage.restore_kv(key, self._units.units[key.sequence, key.subsequence].span)
 
     def _reduce(self, action: Action) -> None:
         self._state.reduce(action.stage)
-
-    def _finish(self) -> None:
-        self._buffers.wait_all()
-        self._units.assert_idle()
-        self._state.finish()
 
     def _context(self, position: int) -> str:
         first = max(0, position - _SHOWN_AROUND_FAILURE)

@@ -40,12 +40,22 @@ class StageBuffers:
         rank: Pipeline rank of this process.
         p2p: Pipeline communication; None if the program has no messages.
         local: Function that counts this rank's tokens of each unit.
+        message: Elements per token and dtype of messages.
     """
 
     def __init__(
-        self, schedule: Schedule, *, rank: int, p2p: PipelineLinks | None, local: LocalTokens
+        self,
+        schedule: Schedule,
+        *,
+        rank: int,
+        p2p: PipelineLinks | None,
+        local: LocalTokens,
+        message: tuple[int, torch.dtype],
     ) -> None:
         self._schedule, self._rank, self._p2p, self._local = schedule, rank, p2p, local
+        self._width, self._dtype = message
+        self.has_links = p2p is not None
+        """True if the rank exchanges messages with others."""
         self._here: dict[_InputKey, dict[int, Tensor]] = {}
         self._expected: dict[_InputKey, dict[int, MessageInFlight]] = {}
         self._outgoing: dict[tuple[_InputKey, int], Tensor] = {}
@@ -82,7 +92,7 @@ class StageBuffers:
         if part.shape[0]:
             self._p2p.send(part, receiver=receiver, what=str(action))
 
-    def receive(self, action: Action, *, width: int, dtype: torch.dtype) -> None:
+    def receive(self, action: Action) -> None:
         """Post the receive of a RECV; the stage of ``action`` is the consumer of the tensor."""
         assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
@@ -91,8 +101,8 @@ class StageBuffers:
         begin, end = self._interval(key, route)
         if end > begin:
             self._expected.setdefault(key, {})[begin] = self._p2p.receive(
-                (end - begin, width),
-                dtype=dtype,
+                (end - begin, self._width),
+                dtype=self._dtype,
                 sender=route.sender,
                 what=f"{action} from pipeline rank {route.sender}",
             )

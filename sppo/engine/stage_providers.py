@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from sppo.engine.attention.kv_store import KVStore, StoredKV
-from sppo.engine.attention.prefix_attention import UnitKV
 from sppo.engine.model_ends import Ends
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import PartProvider
@@ -16,38 +14,12 @@ from sppo.engine.unit import Unit
 from sppo.model.gradients import GradientSink, GradientSum
 
 
-class StageProviders(Protocol):
-    """Providers of one stage, for whole units or for MSP shards."""
-
-    @property
-    def weights(self) -> PartProvider:
-        """Provider of the weights of the layers."""
-        ...
-
-    @property
-    def ends(self) -> Ends:
-        """Embedding and head."""
-        ...
-
-    def begin(self, unit: Unit, layers: Sequence[int], *, forward: bool) -> None:
-        """Prepare for a pass of ``unit`` through ``layers``, in this order."""
-        ...
-
-    def sink(self, unit: Unit, layer: int) -> AbstractContextManager[GradientSink]:
-        """Return a context with the sink of a layer's gradients, which are taken on exit."""
-        ...
-
-    def kv(self, unit: Unit, layer: int) -> UnitKV:
-        """Return the keys and values that the queries of ``unit`` see in a layer."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class WholeUnits:
-    """:class:`StageProviders` of the units that the rank of a stage runs alone.
+@dataclass(slots=True)
+class StageProviders:
+    """Providers of the units that the rank of a stage runs alone; MSP shards have others.
 
     Attributes:
-        weights: Provider of the parameters of the rank's stages, in the compute dtype.
+        weights: Provider of the parameters of the layers, in the compute dtype.
         gradients: Provider of buffers to add gradients to; None for evaluation only.
         store: Store of keys and values of the rank.
         ends: Embedding and head.
@@ -59,15 +31,18 @@ class WholeUnits:
     ends: Ends
 
     def begin(self, unit: Unit, layers: Sequence[int], *, forward: bool) -> None:
-        """Do nothing: the layers of all units were announced at the start of the step."""
+        """Prepare for a pass of ``unit`` through ``layers``, in this order.
+
+        Does nothing here: the layers of all units were announced at the start of the step.
+        """
 
     @contextmanager
     def sink(self, unit: Unit, layer: int) -> Iterator[GradientSink]:
-        """Yield a sink that adds to the sums of a layer."""
+        """Yield the sink of a layer's gradients, which are in the sums on exit."""
         assert self.gradients is not None, "training needs gradient buffers"
         with gradients_of(self.gradients, layer) as totals:
             yield GradientSum(totals)
 
     def kv(self, unit: Unit, layer: int) -> StoredKV:
-        """Return what the rank's store has of the unit and its prefix."""
+        """Return the keys and values that the queries of ``unit`` see in a layer."""
         return StoredKV(self.store, layer, unit.sequence, unit.span)

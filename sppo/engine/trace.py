@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,31 +28,22 @@ class ExecutedAction:
     finish_s: float
 
 
-class Stopwatch(Protocol):
-    """Clock of compute: sets marks between compute and reads their times later."""
+class Stopwatch:
+    """Clock of compute: sets marks between compute and reads their times later.
+
+    This one is of a device that completes work as it is issued.
+    """
 
     def mark(self) -> Any:
         """Return a mark after all compute issued so far, without waiting."""
-        ...
-
-    def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return the time at which compute reached each mark, in seconds; waits for the last."""
-        ...
-
-
-class HostStopwatch:
-    """:class:`Stopwatch` of a device that completes work as it is issued."""
-
-    def mark(self) -> float:
-        """Return the time of the host's clock."""
         return time.perf_counter()
 
-    def read(self, marks: Sequence[float]) -> list[float]:
-        """Return the marks themselves: they are seconds already."""
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """Return the time at which compute reached each mark, in seconds of the host's clock."""
         return list(marks)
 
 
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """:class:`Stopwatch` of a CUDA device, made of events in the compute stream.
 
     Args:

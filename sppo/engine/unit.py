@@ -85,38 +85,21 @@ class Unit:
         return tuple(Run(*run) for run in pairwise(bounds))
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceShard:
-    """Shard of every subsequence: the tokens that one rank holds."""
-
-    rank: int = 0
-    degree: int = 1
-
-    def shard_tokens(self, tokens: int) -> tuple[int, ...]:
-        """Return the number of tokens of a subsequence on each rank, as equal as possible.
-
-        Raises:
-            ValueError: A rank would have no token.
-        """
-        if tokens < self.degree:
-            raise ValueError(
-                f"a subsequence of {tokens} tokens cannot be shared by {self.degree} "
-                "sequence-parallel ranks: use fewer, longer subsequences"
-            )
-        return shard_tokens(tokens, degree=self.degree)
-
-
 def units_of(
-    sequence: int,
-    data: SequenceData,
-    boundaries: Sequence[int],
-    shard: SequenceShard = SequenceShard(),  # noqa: B008 (frozen)
-) -> dict[tuple[int, int], Unit]:
+    sequence: int, data: SequenceData, boundaries: Sequence[int], *, rank: int = 0, degree: int = 1
+) -> dict[UnitKey, Unit]:
     """Return the units of one sequence by (sequence, subsequence), with one rank's tokens.
 
+    Args:
+        sequence: Index of the sequence in its step.
+        data: Tokens and labels of the sequence.
+        boundaries: Boundaries of its subsequences, from 0 to its length.
+        rank: Index of this rank among the ranks over which the tokens of each unit are sharded.
+        degree: Number of these ranks.
+
     Raises:
-        ValueError: The boundaries do not tile the sequence, or a subsequence has too few tokens
-            to shard.
+        ValueError: The boundaries do not tile the sequence, or a subsequence has fewer tokens than
+            there are ranks.
     """
     length = data.tokens_S.shape[0]
     if boundaries[0] != 0 or boundaries[-1] != length:
@@ -124,9 +107,14 @@ def units_of(
     positions_S = document_positions(length, data.document_starts, device=data.tokens_S.device)
     units = {}
     for index, (start, end) in enumerate(pairwise(boundaries)):
-        tokens = shard.shard_tokens(end - start)
-        first = start + sum(tokens[: shard.rank])
-        own = slice(first, first + tokens[shard.rank])
+        if end - start < degree:
+            raise ValueError(
+                f"a subsequence of {end - start} tokens cannot be shared by {degree} "
+                "sequence-parallel ranks: use fewer, longer subsequences"
+            )
+        tokens = shard_tokens(end - start, degree=degree)
+        first = start + sum(tokens[:rank])
+        own = slice(first, first + tokens[rank])
         units[sequence, index] = Unit(
             sequence,
             index,

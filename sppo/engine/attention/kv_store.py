@@ -124,23 +124,26 @@ class KVStore:
         return buffer
 
 
-@dataclass(frozen=True, slots=True)
 class StoredKV:
-    """:class:`sppo.engine.attention.prefix_attention.UnitKV` in a store that has the whole prefix.
+    """Keys and values of the prefix and a unit in one layer, in a store that has all of them.
 
-    All tensors that are read are views, lent until the sequence is released, which may come in the
-    same backward.
+    Forward calls :meth:`write`, then :meth:`read`. Backward adds to :meth:`gradients`, then calls
+    :meth:`complete`. All tensors that are read are views, lent until the sequence is released,
+    which may come in the same backward.
+
+    Args:
+        store: Store of the rank.
+        layer: Index of the layer in the model.
+        sequence: Index of the sequence in its step.
+        span: Positions of the unit.
     """
 
-    store: KVStore
-    layer: int
-    sequence: int
-    span: TokenSpan
+    first_key = 0
+    """Position in the sequence of the first key that :meth:`read` returns. A view of the prefix
+    costs nothing, and kernels read only the keys that are seen."""
 
-    @property
-    def first_key(self) -> int:
-        """0: a view of the prefix costs nothing, and kernels read only the keys that are seen."""
-        return 0
+    def __init__(self, store: KVStore, layer: int, sequence: int, span: TokenSpan) -> None:
+        self.store, self.layer, self.sequence, self.span = store, layer, sequence, span
 
     def write(self, k_CKD: Tensor, v_CKD: Tensor) -> None:
         """Store keys and values of all tokens of the unit."""
@@ -154,7 +157,7 @@ class StoredKV:
         entry.written = max(entry.written, end)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return (k_TKD, v_TKD) up to the end of the unit."""
+        """Return (k_TKD, v_TKD) from :attr:`first_key` to the end of the unit."""
         return self.read_until(self.span.end)
 
     def read_until(self, end: int) -> tuple[Tensor, Tensor]:
@@ -164,10 +167,10 @@ class StoredKV:
         return entry.k[:end], entry.v[:end]
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the sums (dk_TKD, dv_TKD), which already have the parts of later units.
+        """Return the sums (dk_TKD, dv_TKD) to add to, which have the parts of later units.
 
-        Units of a sequence come in descending order; after the caller has added its part, the slice
-        of the unit is final.
+        Called once per unit, in descending order of the units of a sequence; after the caller has
+        added its part, the slice of the unit is final.
         """
         entry, start, end = self._entry, self.span.start, self.span.end
         dk, dv = self.store.gradients(entry)
@@ -180,14 +183,19 @@ class StoredKV:
         return dk[:end], dv[:end]
 
     def complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the unit's slice, as the projections read them."""
+        """Return the complete (dk_CKD, dv_CKD) of the tokens given to :meth:`write`, as copies.
+
+        Args:
+            dk_TKD: What :meth:`gradients` returned, with the part of the unit's queries.
+            dv_TKD: The same of the values.
+        """
         start, dtype = self.span.start, self.store.dtype
         return copy_by_token(dk_TKD[start:], dtype=dtype), copy_by_token(
             dv_TKD[start:], dtype=dtype
         )
 
     def release(self) -> None:
-        """Do nothing: keys and values are stored until their sequence is released."""
+        """Free what is not needed after an attention: here nothing, until the sequence is done."""
 
     @property
     def _entry(self) -> Entry:

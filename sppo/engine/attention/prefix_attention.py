@@ -2,7 +2,7 @@
 
 A rank has queries in one or several *runs* of consecutive positions: the whole subsequence, a shard
 of it (MSP), or one run for each rank with which it exchanges tokens for heads (Ulysses). Keys and
-values come from a provider, :class:`UnitKV`.
+values come from a :class:`StoredKV`.
 
 Legend: c tokens of this rank, C tokens of all runs, T keys of the prefix and the unit, N query
 heads, K key/value heads, D head size.
@@ -12,53 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.unit import Run
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.parallel.ulysses import UlyssesAllToAll
-
-
-class UnitKV(Protocol):
-    """Provider of the keys and values of the prefix and the unit.
-
-    Forward calls :meth:`write`, then :meth:`read`. Backward adds to :meth:`gradients`, then calls
-    :meth:`complete`.
-    """
-
-    @property
-    def first_key(self) -> int:
-        """Position in the sequence of the first key that :meth:`read` returns."""
-        ...
-
-    def write(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
-        """Take keys and values of the unit's tokens."""
-        ...
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return (k_TKD, v_TKD) from :attr:`first_key` to the end of the unit."""
-        ...
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return sums (dk_TKD, dv_TKD) to add to, once per unit."""
-        ...
-
-    def complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the complete (dk_cKD, dv_cKD) of the tokens given to :meth:`write`, as copies.
-
-        Args:
-            dk_TKD: What :meth:`gradients` returned, with the part of the unit's queries.
-            dv_TKD: The same of the values.
-        """
-        ...
-
-    def release(self) -> None:
-        """Free what is not needed after an attention."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +38,7 @@ class PrefixAttention:
         offload: Function that offloads K and V of the unit in forward; None if they stay.
     """
 
-    kv: UnitKV
+    kv: StoredKV
     runs: tuple[Run, ...]
     unsaved_tokens: tuple[int, ...] = ()
     heads: UlyssesAllToAll | None = None

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.attention.kv_store import KVStore
-from sppo.engine.model_ends import Ends
 from sppo.engine.msp.ends import SharedEnds
 from sppo.engine.msp.gradients import SharedGradients
 from sppo.engine.msp.shard import MspShard, as_shard
 from sppo.engine.msp.shared_kv import SharedKV
 from sppo.engine.msp.weights import SharedWeights
-from sppo.engine.providers.gradients import GradientProvider, gradients_of
+from sppo.engine.providers.gradients import gradients_of
 from sppo.engine.providers.weights import WeightProvider
+from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
 from sppo.model.gradients import GradientSink
 from sppo.offload.held_bytes import HeldBytes
@@ -38,32 +37,23 @@ class BorrowedMemory:
     """Bytes of keys and values and their gradients."""
 
 
-class ShardProviders:
-    """:class:`sppo.engine.stage_providers.StageProviders` of the shards of one stage.
+class ShardProviders(StageProviders):
+    """Providers of the shards of one stage.
+
+    Their weights are those of the pass that :meth:`begin` began.
 
     Args:
         model: Model configuration.
         weights: Provider of the rank's own stages; the owner sends from it.
-        gradients: Provider of the rank's own sums; None in evaluation.
-        store: Store of keys and values of the rank.
-        ends: Embedding and head of whole units.
+        whole: Providers of the whole units of the rank.
     """
 
-    weights: SharedWeights
-    """Weights of the pass that :meth:`begin` began."""
-
     def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        weights: WeightProvider,
-        gradients: GradientProvider | None,
-        store: KVStore,
-        ends: Ends,
+        self, model: ModelConfig, *, weights: WeightProvider, whole: StageProviders
     ) -> None:
-        self._model, self._shapes = model, layer_shapes(model)
-        self._own_weights, self._own_gradients, self._store = weights, gradients, store
-        self.ends = SharedEnds(ends, model.hidden_size, weights.dtype, weights.device)
+        ends = SharedEnds(whole.ends, model.hidden_size, weights.dtype, weights.device)
+        super().__init__(weights, whole.gradients, whole.store, ends)
+        self._model, self._shapes, self._own_weights = model, layer_shapes(model), weights
         self._ahead: dict[int, SharedKV] = {}
         self._borrowed_weights, self._borrowed_kv = HeldBytes(), HeldBytes()
 
@@ -95,10 +85,8 @@ class ShardProviders:
     def sink(self, unit: Unit, layer: int) -> Iterator[GradientSink]:
         """Yield a sink that sums gradients of a layer at the owner, complete on exit."""
         shard = as_shard(unit)
-        assert self._own_gradients is not None, "training needs gradient buffers"
-        sums = (
-            gradients_of(self._own_gradients, layer) if shard.exchange.is_owner else nullcontext()
-        )
+        assert self.gradients is not None, "training needs gradient buffers"
+        sums = gradients_of(self.gradients, layer) if shard.exchange.is_owner else nullcontext()
         with sums as totals:
             sink = SharedGradients(
                 shard.exchange,
@@ -123,6 +111,6 @@ class ShardProviders:
             shard,
             layer=layer,
             window=self._model.window_of(layer),
-            store=self._store,
+            store=self.store,
             borrowed=self._borrowed_kv,
         )

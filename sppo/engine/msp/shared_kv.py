@@ -22,8 +22,8 @@ from sppo.kernels.elementwise import accumulation_dtype
 from sppo.offload.held_bytes import HeldBytes
 
 
-class SharedKV:
-    """:class:`sppo.engine.attention.prefix_attention.UnitKV` of one shard in one layer.
+class SharedKV(StoredKV):
+    """Keys and values of one shard in one layer; the owner of the stage stores them.
 
     Args:
         shard: Shard whose queries attend.
@@ -42,10 +42,8 @@ class SharedKV:
         store: KVStore,
         borrowed: HeldBytes,
     ) -> None:
-        self._shard, self._exchange, self._store = shard, shard.exchange, store
-        self._own: StoredKV | None = None
-        if shard.exchange.is_owner:
-            self._own = StoredKV(store, layer, shard.sequence, shard.span)
+        super().__init__(store, layer, shard.sequence, shard.span)
+        self._shard, self._exchange = shard, shard.exchange
         self.first_key = 0 if window is None else max(0, shard.span.start - window + 1)
         self._prefix_keys = shard.span.start - self.first_key
         self._borrowed = borrowed
@@ -58,27 +56,28 @@ class SharedKV:
         """
         if self._prefix_keys == 0:
             return ()
-        if self._own is None:
-            self._kv = k, v = self._empty(self._store.dtype)
+        if not self._exchange.is_owner:
+            self._kv = k, v = self._empty(self.store.dtype)
             return k[: self._prefix_keys], v[: self._prefix_keys]
-        k, v = self._own.read_until(self._shard.span.start)
+        k, v = self.read_until(self.span.start)
         return k[self.first_key :], v[self.first_key :]
 
     def write(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
         """Gather the unit's keys and values from all shards, behind those of the prefix."""
         k_CKD, v_CKD = self._gathered(k_cKD), self._gathered(v_cKD)
-        if self._own is not None:
-            self._own.write(k_CKD, v_CKD)
+        if self._exchange.is_owner:
+            super().write(k_CKD, v_CKD)
             self._kv = self._stored()
             return
         if self._kv is None:
-            self._kv = self._empty(self._store.dtype)
+            self._kv = self._empty(self.store.dtype)
         for tensor, unit in zip(self._kv, (k_CKD, v_CKD), strict=True):
             tensor[self._prefix_keys :] = unit
 
     def fetch(self) -> None:
         """Receive keys and values of prefix and unit; the first call of a layer's backward."""
-        self._kv = self._empty(self._store.dtype) if self._own is None else self._stored()
+        is_owner = self._exchange.is_owner
+        self._kv = self._stored() if is_owner else self._empty(self.store.dtype)
         for tensor in self._kv:
             self._exchange.from_owner(tensor)
 
@@ -89,19 +88,19 @@ class SharedKV:
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return zeros: sums of this shard alone."""
-        dk, dv = self._empty(accumulation_dtype(self._store.dtype))
+        dk, dv = self._empty(accumulation_dtype(self.store.dtype))
         return dk.zero_(), dv.zero_()
 
     def complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Sum over the shards at the owner; return the complete (dk_cKD, dv_cKD) of the shard."""
-        totals = (None, None) if self._own is None else self._own.gradients()
+        totals = super().gradients() if self._exchange.is_owner else (None, None)
         found = []
         for part, total in zip((dk_TKD, dv_TKD), totals, strict=True):
             self._exchange.to_owner(part)
-            unit = part.new_empty(part[self._prefix_keys :].shape, dtype=self._store.dtype)
+            unit = part.new_empty(part[self._prefix_keys :].shape, dtype=self.store.dtype)
             if total is not None:
                 total[self.first_key :].add_(part)
-                unit.copy_(total[self._shard.span.start :])
+                unit.copy_(total[self.span.start :])
             self._exchange.from_owner(unit)
             found.append(unit)
         self._let_go(dk_TKD, dv_TKD)
@@ -131,18 +130,17 @@ class SharedKV:
 
     def _stored(self) -> tuple[Tensor, Tensor]:
         """Return views of the owner's keys and values."""
-        assert self._own is not None, "the owner has them"
-        k, v = self._own.read()
+        k, v = super().read()
         return k[self.first_key :], v[self.first_key :]
 
     def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return two new tensors ``[T, K, D]``."""
-        tokens = self._shard.span.end - self.first_key
-        pair = self._store.empty(tokens, dtype), self._store.empty(tokens, dtype)
-        if self._own is None:
+        tokens = self.span.end - self.first_key
+        pair = self.store.empty(tokens, dtype), self.store.empty(tokens, dtype)
+        if not self._exchange.is_owner:
             self._borrowed.add_tensors(pair)
         return pair
 
     def _let_go(self, *tensors: Tensor) -> None:
-        if self._own is None:
+        if not self._exchange.is_owner:
             self._borrowed.remove_tensors(tensors)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sppo.engine.trace import HostStopwatch, Stopwatch
+from sppo.engine.trace import Stopwatch
 from sppo.engine.unit import SequenceData
 from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.hardware.this_machine import describe_cpu, usable_memory_bytes
@@ -152,7 +152,7 @@ class CpuDevice:
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that reads the host's clock."""
-        return HostStopwatch()
+        return Stopwatch()
 
     def state_lane(
         self, memory: StateMemory | None, *, failed_step_timeout_s: float | None

@@ -76,14 +76,16 @@ def test_as_many_tokens_as_the_buffers_hold(schedule, ranks, virtual):
     most = 0
     for rank in range(ranks):
         links = Links()
-        buffers = StageBuffers(made, rank=rank, p2p=links, local=lambda _, end: end)
+        buffers = StageBuffers(
+            made, rank=rank, p2p=links, local=lambda _, end: end, message=(1, torch.float32)
+        )
         held = MessagesHeld(made, rank=rank)
         for action in made.programs[rank]:
             if action.kind is ActionKind.SEND:
                 buffers.send(action)
                 held.send(action)
             elif action.kind is ActionKind.RECV:
-                buffers.receive(action, width=1, dtype=torch.float32)
+                buffers.receive(action)
                 held.receive(action)
             if action.kind not in (ActionKind.F, ActionKind.B):
                 continue
