@@ -26,8 +26,7 @@ from torch import Tensor
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.device_wait import wait_with_timeout
 from sppo.offload.lane import Copy, Lane
-from sppo.offload.locked_arena import LockedArena
-from sppo.offload.page_lock import PIECE_BYTES, spans
+from sppo.offload.page_lock import PIECE_BYTES, LockedArena, spans
 from sppo.offload.worker_pool import Event, wait_for
 
 _cuda: Any = torch.cuda  # parts of torch.cuda are untyped

@@ -1,4 +1,4 @@
-"""Page-locking of already mapped host memory by the CUDA runtime.
+"""Page-locked host memory, and page-locking of mapped memory by the CUDA runtime.
 
 The driver refuses to lock 512 GiB or more in one call, so large memory is locked in chunks. A copy
 must not span two chunks, so chunks end only at addresses at which copies are cut, too.
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo.offload.arena import HostArena
 from sppo.units import GIB, MIB, format_bytes
 
 PIECE_BYTES = 32 * MIB
@@ -24,6 +25,51 @@ PIECE_BYTES = 32 * MIB
 engine between, and no copy spans two chunks of page-locked memory."""
 CHUNK_BYTES = 64 * GIB
 """Most memory that is page-locked by one call; a multiple of :data:`PIECE_BYTES`."""
+
+
+class LockedArena:
+    """Page-locked host memory, of which no byte is touched or locked twice as it grows.
+
+    Addresses for the largest size are mapped at once. Memory is taken and locked for what is asked
+    for, and up to the next address at which copies are cut (:func:`spans`).
+
+    Args:
+        runtime: Result of ``torch.cuda.cudart()``.
+        most_bytes: Bytes to map addresses for; more are mapped anew if more are asked for.
+    """
+
+    def __init__(self, runtime: Any, *, most_bytes: int = 0) -> None:
+        self._runtime, self._most_bytes = runtime, most_bytes
+        self._arena: HostArena | None = None
+        self._locked: list[Tensor] = []
+
+    def memory(self, size_bytes: int) -> Tensor:
+        """Return the first ``size_bytes``, uint8; no copy may use memory of an earlier call.
+
+        Raises:
+            MemoryError: The machine lacks memory, or the driver refuses to page-lock it.
+        """
+        arena = self._arena
+        if arena is None or size_bytes > arena.size_bytes:
+            self.release()
+            most_bytes = max(size_bytes, self._most_bytes)
+            arena = self._arena = HostArena(most_bytes, resident_bytes=0)
+        begin = sum(part.nbytes for part in self._locked)
+        if size_bytes > begin:
+            cut = -(-(arena.address + size_bytes) // PIECE_BYTES) * PIECE_BYTES - arena.address
+            end = min(cut, arena.size_bytes)
+            arena.make_resident(end)
+            part = arena.tensor(begin, (end - begin,), torch.uint8)
+            lock_pages(self._runtime, part)
+            self._locked.append(part)  # a reference, so that no page is unmapped while locked
+        return arena.tensor(0, (size_bytes,), torch.uint8)
+
+    def release(self) -> None:
+        """Unlock the memory, which no copy may use any more, and free it with its last view."""
+        for part in self._locked:
+            unlock_pages(self._runtime, part)
+        self._locked.clear()
+        self._arena = None
 
 
 def spans(memory: Tensor, *, most_bytes: int) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -10,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sppo.offload.arena import ALIGNMENT_BYTES
-from sppo.offload.disk.mapped_file import MappedFile
 from sppo.offload.lane import Lane
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes
@@ -57,7 +59,10 @@ class StateMemory:
 
 
 class DiskMemory(StateMemory):
-    """Allocator of tensors in nameless files of a directory.
+    """Allocator of tensors in nameless files of a directory, mapped into memory, zero at first.
+
+    Pages are read from the disk on access. The space on the disk is reserved, so no write can find
+    the disk full. Views keep their file alive; its space is freed with the last view.
 
     Args:
         directory: Directory on a fast local disk.
@@ -66,16 +71,18 @@ class DiskMemory(StateMemory):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory
-        self._files: list[MappedFile] = []
+        self._files: list[mmap.mmap] = []
 
     def drop_pages(self) -> None:
-        """Drop the pages of all files from the memory of this process."""
+        """Drop all pages from the memory of this process; the files keep what was written."""
         for file in self._files:
-            file.drop_pages()
+            file.madvise(mmap.MADV_DONTNEED)
 
     def _block(self, size_bytes: int) -> Tensor:
         try:
-            self._files.append(MappedFile(self._directory, size_bytes))
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                self._files.append(mmap.mmap(file.fileno(), size_bytes))
         except OSError as error:
             if error.errno not in FULL_ERRNOS:
                 raise
@@ -85,4 +92,4 @@ class DiskMemory(StateMemory):
                 "free space, or keep more on the device (state.weights, gradients, optimizer)",
                 f"activations.disk={self._directory}",
             ) from None
-        return self._files[-1].bytes_()
+        return torch.frombuffer(self._files[-1], dtype=torch.uint8)

@@ -8,8 +8,9 @@ import pytest
 
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.offload import state_memory
 from sppo.offload.disk import disk_room as disk
-from sppo.offload.disk import file_tier, mapped_file
+from sppo.offload.disk import file_tier
 from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training import preflight as preflight_module
@@ -158,7 +159,7 @@ def test_a_full_disk_is_not_called_missing(work, monkeypatch, activations):
 def test_a_disk_without_room_for_the_state_is_refused(work, monkeypatch):
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as patch:
-        patch.setattr(mapped_file.os, "posix_fallocate", full)
+        patch.setattr(state_memory.os, "posix_fallocate", full)
         text = refuse("train", run_of(work, stages=3, state=STATE), code=4)
     assert "activations.disk=spill: no room for" in text
     assert "state.weights" in text

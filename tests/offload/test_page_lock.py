@@ -8,10 +8,16 @@ import psutil
 import pytest
 import torch
 
-from sppo.offload import cuda_lane, locked_arena, page_lock
+from sppo.offload import cuda_lane, page_lock
 from sppo.offload.cuda_lane import copy_in_pieces
-from sppo.offload.locked_arena import LockedArena
-from sppo.offload.page_lock import CHUNK_BYTES, PIECE_BYTES, lock_pages, spans, unlock_pages
+from sppo.offload.page_lock import (
+    CHUNK_BYTES,
+    PIECE_BYTES,
+    LockedArena,
+    lock_pages,
+    spans,
+    unlock_pages,
+)
 from sppo.units import GIB
 from tests.offload.test_cuda_lane import on_gpu, runtime_without_a_gpu
 
@@ -58,7 +64,7 @@ def test_a_chunk_that_the_driver_refuses_unlocks_the_others(large, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_memory_grows_in_place_and_no_copy_spans_two_locked_ranges(seed, monkeypatch):
-    for module in (page_lock, locked_arena, cuda_lane):
+    for module in (page_lock, cuda_lane):
         monkeypatch.setattr(module, "PIECE_BYTES", _PIECE)
     monkeypatch.setattr(page_lock, "CHUNK_BYTES", 4 * _PIECE)
     runtime, chosen = runtime_without_a_gpu(), random.Random(seed)
