@@ -1,8 +1,12 @@
-/* See cpu_allocator.h. */
-#include "cpu_allocator.h"
-
+/* Memory pool as the allocator of torch's CPU tensors, see memory_pool.h.
+ *
+ * The only part of csrc compiled against torch, whose allocator interface exists in C++ only. If it
+ * cannot be built, tensors stay in the C heap. The name of the library's file stands for one version
+ * of torch (sppo/native_build.py).
+ */
 #include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
@@ -43,7 +47,11 @@ struct PoolAllocator final : c10::Allocator {
 
 } // namespace
 
-int sppo_cpu_allocator_install(uint64_t reserve_bytes, uint64_t least_bytes) {
+#define SPPO_EXPORT extern "C" __attribute__((visibility("default")))
+
+/* From now on allocate CPU tensors of at least `least_bytes` in the pool, and smaller ones in the C
+ * heap. Existing tensors are not moved. Repeated calls do nothing. Returns 0, or ENOMEM. */
+SPPO_EXPORT int sppo_cpu_allocator_install(uint64_t reserve_bytes, uint64_t least_bytes) {
     if (pool.load() != nullptr) return 0;
     try {
         pool = new sppo::MemoryPool(reserve_bytes); /* lives as long as the process */
@@ -58,21 +66,12 @@ int sppo_cpu_allocator_install(uint64_t reserve_bytes, uint64_t least_bytes) {
     return 0;
 }
 
-void sppo_cpu_allocator_statistics(sppo_cpu_memory *memory) {
-    const auto *installed = pool.load();
-    if (installed == nullptr) {
-        *memory = {};
-        return;
-    }
-    const auto now = pool.load()->statistics();
-    *memory = {now.used_bytes,          now.used_peak_bytes, now.resident_bytes,
-               now.resident_peak_bytes, now.returned_bytes,  now.blocks};
+/* The other functions need an installed pool. */
+SPPO_EXPORT void sppo_cpu_allocator_statistics(sppo::PoolStatistics *memory) {
+    *memory = pool.load()->statistics();
 }
 
-void sppo_cpu_allocator_reset_peak(void) {
-    if (pool.load() != nullptr) pool.load()->reset_peak();
-}
+SPPO_EXPORT void sppo_cpu_allocator_reset_peak() { pool.load()->reset_peak(); }
 
-void sppo_cpu_allocator_trim(void) {
-    if (pool.load() != nullptr) pool.load()->trim();
-}
+/* Return all whole free huge pages to the system. */
+SPPO_EXPORT void sppo_cpu_allocator_trim() { pool.load()->trim(); }

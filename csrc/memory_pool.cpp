@@ -51,7 +51,6 @@ void *MemoryPool::allocate(size_t size) {
     if (address == 0) return nullptr;
     used_[address] = size;
     auto &s = statistics_;
-    s.blocks += 1;
     s.used_bytes += size;
     s.used_peak_bytes = std::max(s.used_peak_bytes, s.used_bytes);
     s.resident_peak_bytes = std::max(s.resident_peak_bytes, s.resident_bytes);

@@ -28,7 +28,6 @@ struct PoolStatistics {
     uint64_t resident_bytes = 0;      /* pages that were touched and not returned to the system */
     uint64_t resident_peak_bytes = 0; /* since reset_peak */
     uint64_t returned_bytes = 0;      /* ever returned to the system; reuse costs page faults */
-    uint64_t blocks = 0;              /* ever allocated */
 };
 
 class MemoryPool {

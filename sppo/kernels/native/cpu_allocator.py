@@ -26,8 +26,6 @@ _LEAST_ADDRESSES = 1 << 30
 _ADDRESSES_PER_BYTE = 4
 """Reserved address space per byte of available memory: address space costs nothing, and several
 times the memory is never exhausted by holes."""
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt, as in malloc.h."""
 _LEAST_MAPPED_BYTES = 1 << 20
@@ -45,12 +43,10 @@ class CpuMemory:
     resident_peak_bytes: int
     returned_bytes: int
     """Bytes returned to the system since the start; reusing a returned page is a page fault."""
-    blocks: int
-    """Number of blocks allocated since the start."""
 
 
 class _MemoryStruct(ctypes.Structure):
-    """C struct ``sppo_cpu_memory`` of csrc/cpu_allocator.h, with the fields of CpuMemory."""
+    """C++ struct ``PoolStatistics`` of csrc/memory_pool.h, with the fields of CpuMemory."""
 
     _fields_ = tuple((field.name, ctypes.c_uint64) for field in fields(CpuMemory))
 
