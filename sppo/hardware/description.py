@@ -78,9 +78,6 @@ class DeviceSpec:
         document_forward_s: Seconds that a short document adds to an attention forward on a CPU,
             which computes documents one by one; 0 if not measured.
         document_backward_s: Seconds that a short document adds to an attention backward.
-        heap_share: Memory that the allocator holds beyond live temporaries (holes), as a fraction
-            of the temporaries; 0 where the allocator returns freed memory, or where
-            `reserved_bytes` includes the holes.
         half_products: Whether a CPU multiplies bf16 matrices by oneDNN, which compiles code for
             every shape; otherwise tiles are cast to fp32 (:mod:`sppo.kernels.half_products`).
         gemm_points: Measured matrix products; if empty, `gemm_efficiency` is used.
@@ -108,7 +105,6 @@ class DeviceSpec:
     kernel_s: _Seconds
     document_forward_s: _Seconds = 0.0
     document_backward_s: _Seconds = 0.0
-    heap_share: Annotated[float, Field(ge=0, le=10)] = 0.0
     half_products: bool = True
     gemm_points: Annotated[tuple[GemmPoint, ...], _MOST_POINTS] = ()
     attention_points: Annotated[tuple[AttentionPoint, ...], _MOST_POINTS] = ()

@@ -22,7 +22,6 @@ from sppo.hardware.control_groups import memory_groups
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
-from sppo.native_build import memory_pool
 
 Point = TypeVar("Point", GemmPoint, AttentionPoint, ElementwisePoint)
 
@@ -30,9 +29,6 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
 _HALF_FLAGS = frozenset(("avx512vl", "avx512bw", "avx512dq"))
 """x86 instruction sets with which oneDNN multiplies bf16 matrices, as torch checks."""
-C_HEAP_SHARE = 1.0
-"""Memory that a C heap holds beyond the temporaries of a layer, as a fraction of the temporaries;
-calibrated on small Llama shapes, two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,6 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
             num_multiprocessors=cores,
             bf16_flops_per_s=device.bf16_flops_per_s * fraction,
             fp32_flops_per_s=device.fp32_flops_per_s * fraction,
-            heap_share=0.0 if has_memory_pool() else C_HEAP_SHARE,
             half_products=has_half_products(),
         ),
         node=replace(preset.node, numa_nodes=count_numa_nodes()),
@@ -174,11 +169,6 @@ def _slower(point: Point, times: float) -> Point:
     """Return `point` with every rate divided by `times`."""
     rates = {f.name: getattr(point, f.name) for f in fields(point) if f.name.endswith("_per_s")}
     return replace(point, **{name: rate / times for name, rate in rates.items()})
-
-
-def has_memory_pool() -> bool:
-    """Return whether training allocates CPU tensors in SPPO's memory pool; may compile it."""
-    return isinstance(memory_pool(), Path)
 
 
 def find_gpus() -> Gpus | None:

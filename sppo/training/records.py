@@ -173,14 +173,16 @@ def predicted_and_measured(
     rest_bytes = max(0, all_bytes - counted_bytes)
     # Buffers of messages and exchanged tensors cannot be separated from the working set.
     working_bytes = predicted.working_bytes + predicted.communication_bytes
-    growth_bytes = predicted.growth_bytes + predicted.heap_bytes
     if measured.working_bytes is None:
-        found["working set and heap"] = (working_bytes + growth_bytes, rest_bytes)
+        found["working set and process growth"] = (
+            working_bytes + predicted.growth_bytes,
+            rest_bytes,
+        )
     else:
         # The plan counts an allowance for free memory of a pool as growth of the process.
         allowance = POOL_FREE_BYTES if measured.free_bytes else 0
         found["working set"] = (working_bytes, measured.working_bytes)
-        found["process growth"] = (growth_bytes - allowance, rest_bytes)
+        found["process growth"] = (predicted.growth_bytes - allowance, rest_bytes)
         if allowance:
             found["free in the pool"] = (allowance, measured.free_bytes)
     # Torch does not count the memory that NCCL allocates.

@@ -21,7 +21,6 @@ PLANNED = MemoryBuckets(
     copies_bytes=0,
     loss_gradient_bytes=7,
     working_bytes=60,
-    heap_bytes=0,
     communication_bytes=4,
     growth_bytes=POOL_FREE_BYTES + 30,
 )

@@ -37,7 +37,6 @@ BUCKETS = (
     BucketLabel("copies_bytes", "C", "room for copies"),
     BucketLabel("loss_gradient_bytes", "L", "gradient of the loss"),
     BucketLabel("working_bytes", "R", "running layer"),
-    BucketLabel("heap_bytes", "H", "C heap"),
     BucketLabel("communication_bytes", "M", "messages"),
     BucketLabel("growth_bytes", "P", "process growth"),
     BucketLabel("communicators_bytes", "N", "NCCL communicators"),

@@ -94,7 +94,6 @@ class _Rank:
             activations_bytes=peaks.saved,
             copies_bytes=copies,
             working_bytes=peaks.working + leaving,
-            heap_bytes=round(peaks.largest_working * workload.hardware.device.heap_share),
             communication_bytes=int(collective_bytes(self._candidate)[self._rank]) + peaks.messages,
             growth_bytes=held.device.growth_bytes + code,
             communicators_bytes=communicators_bytes(

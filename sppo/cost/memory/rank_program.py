@@ -47,8 +47,6 @@ class Peaks(NamedTuple):
     """Increase of the peak by working sets."""
     messages: int
     """Increase of the peak by messages and exchanges."""
-    largest_working: int
-    """Largest working set alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +217,10 @@ class RankProgram:
         after = np.cumsum(begins * (saved + loss))
         during = np.where(begins > 0, after - loss, after + saved + loss)
         running = during + working
-        held, computing, together, largest = (
-            float(table.max(initial=0.0)) for table in (after, running, running + messages, working)
+        held, computing, together = (
+            float(table.max(initial=0.0)) for table in (after, running, running + messages)
         )
-        return Peaks(
-            round(held), round(computing - held), round(together - computing), round(largest)
-        )
+        return Peaks(round(held), round(computing - held), round(together - computing))
 
     def _with_sent_bytes(self) -> Iterator[tuple[Action, float]]:
         """Yield forwards and backwards, each with the bytes of the messages of its unit."""

@@ -69,8 +69,6 @@ class MemoryBuckets:
     working_bytes: int
     """Working set of the running subsequence (:mod:`sppo.cost.live_sets.working_set`), and the
     saved tensors that backward joins (:mod:`sppo.cost.memory.copy_room`)."""
-    heap_bytes: int
-    """Free memory that the C heap holds beyond the working set."""
     communication_bytes: int
     """Messages between stages, units that wait between two stages of a rank, tensors exchanged in a
     sequence-parallel group, and buffers of collectives."""
@@ -162,7 +160,6 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         "copies_bytes": np.zeros(ranks),
         "loss_gradient_bytes": _loss_gradient_bytes(candidate, units) * (np.arange(ranks) == last),
         "working_bytes": working,
-        "heap_bytes": np.rint(working * device.heap_share),
         "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
         "growth_bytes": process_growth_bytes(candidate) + copied * on_cpu,
         "communicators_bytes": np.array(
@@ -290,11 +287,9 @@ def with_activations(
     without = _at_peak(units, activations=np.zeros(1), computing=np.zeros(1), sent=sent)
     before = np.array([state.device.communication_bytes for state in states])
     collectives = before - without["communication_bytes"]
-    heap_share = candidate.workload.hardware.device.heap_share
     buckets = {
         **at_peak,
         "communication_bytes": collectives + at_peak["communication_bytes"],
-        "heap_bytes": np.rint(computing.max(axis=1) * heap_share),
     }
     return tuple(
         replace(state, device=replace(state.device, **own))

@@ -3,7 +3,7 @@
 The C heap takes about twice the size of a layer's temporaries, and differs from run to run. If
 torch allocates from the pool of csrc/memory_pool.cpp, memory on a CPU can be planned and measured
 as on a GPU: allocated and reserved bytes. Without the library (:mod:`sppo.native_build`) the C heap
-serves, with less accurate predictions of the working set.
+serves, and predictions of memory are approximate.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def describe_cpu_allocator() -> str:
     installed = _install()
     if isinstance(installed, CpuAllocator):
         return "a pool of sppo's own"
-    return f"the C heap, for there is no pool ({installed})"
+    return f"the C heap, so predictions of memory are approximate: there is no pool ({installed})"
 
 
 def _keep_heap_small() -> None:

@@ -28,7 +28,7 @@ def least_shortfall(candidate: Candidate) -> Shortfall | None:
         # A program that cuts units runs one sequence after another.
         candidate = replace(candidate, sequences=1)
     held = tuple(
-        replace(state, device=replace(state.device, working_bytes=0, heap_bytes=0))
+        replace(state, device=replace(state.device, working_bytes=0))
         for state in memory_without_activations(candidate)
     )
     shortfall = find_shortfall(candidate, held)

@@ -14,8 +14,7 @@ from sppo.config.run import DEGREES, RunConfig
 from sppo.data.samples.step_lengths import drawn_steps_if_there
 from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.hardware.file import hardware_for
-from sppo.hardware.this_machine import C_HEAP_SHARE, as_seen_by_ranks
-from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+from sppo.hardware.this_machine import as_seen_by_ranks
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.training.devices.cpu_device import CpuDevice
@@ -109,8 +108,6 @@ def machine_of_ranks(
     hardware = replace(named, num_nodes=num_nodes)
     if device.kind == "cuda":
         return replace(hardware, node=replace(hardware.node, num_devices=local_ranks))
-    if hardware.device.kind == "cpu" and install_cpu_allocator() is None:
-        hardware = replace(hardware, device=replace(hardware.device, heap_share=C_HEAP_SHARE))
     return as_seen_by_ranks(hardware, num_nodes * local_ranks, is_here=True)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sppo import native_build
-from sppo.hardware import this_machine
 from sppo.kernels.native import cpu_allocator
 
 ROOT = Path(__file__).parents[3]
@@ -140,10 +139,3 @@ def test_reasons_why_there_is_none(tmp_path, monkeypatch):
     (tmp_path / "library.so").write_text("no library")
     monkeypatch.setattr(cpu_allocator, "memory_pool", lambda: tmp_path / "library.so")
     assert "does not load" in cpu_allocator._install.__wrapped__()
-
-
-def test_the_planner_counts_on_the_pool_that_training_takes(monkeypatch, library):
-    monkeypatch.delenv(native_build.POOL_SWITCH, raising=False)
-    assert this_machine.describe_cpu(1 << 34).device.heap_share == 0
-    monkeypatch.setenv(native_build.POOL_SWITCH, "heap")
-    assert this_machine.describe_cpu(1 << 34).device.heap_share == this_machine.C_HEAP_SHARE

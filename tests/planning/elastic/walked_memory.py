@@ -128,7 +128,6 @@ _STEADY = (
     "optimizer_bytes",
     "copies_bytes",
     "loss_gradient_bytes",
-    "heap_bytes",
     "growth_bytes",
     "communicators_bytes",
 )
