@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
@@ -240,8 +240,8 @@ class NodeSpec:
     Attributes:
         num_devices: Number of devices per node.
         host_memory_bytes: Host memory of the node; in the description that a plan is made for
-            (:func:`sppo.hardware.file.hardware_for`), the part of it that the plan may fill. 0 on a
-            CPU, whose device memory is the host's.
+            (:func:`sppo.hardware.run_hardware.hardware_for`), the part of it that the plan may
+            fill. 0 on a CPU, whose device memory is the host's.
         numa_nodes: Number of NUMA nodes; copies are fastest from the one nearest to the device.
         d2h_bytes_per_s: Rate of copies to the host per device, both directions busy.
         h2d_bytes_per_s: Rate of copies from the host per device, both directions busy.
@@ -333,6 +333,8 @@ class HardwareSpec:
         node: Memory, disk and links that the devices of a node share.
         network: Links between devices.
         num_nodes: Number of nodes.
+        sources: Source of the figures that were not measured, by figure (see `sppo solve
+            --explain`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -343,6 +345,7 @@ class HardwareSpec:
     node: NodeSpec
     network: NetworkSpec
     num_nodes: int = 1
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_nodes <= MOST_RANKS:

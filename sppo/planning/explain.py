@@ -15,7 +15,7 @@ from sppo.cost.stage_cost import (
     stage_parts,
     stage_seconds,
 )
-from sppo.hardware.preset_sources import source_of
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.orders.steps import sequence_groups
@@ -135,10 +135,36 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
             value,
             unit,
             most,
-            source_of(hardware, figure, dtype=workload.dtype, head_size=workload.model.head_dim),
+            _source(hardware, figure, dtype=workload.dtype, head_size=workload.model.head_dim),
         )
         for figure, value, unit, most in rows
     )
+
+
+def _source(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int) -> str:
+    """Return the source of a figure: "matrix products", "attention", or as the machine names it.
+
+    Args:
+        hardware: Machine that has the figure.
+        figure: Kind of work, as in `hardware.sources`.
+        dtype: Type of the matrix products, attention or element-wise kernels.
+        head_size: Elements per attention head.
+    """
+    device = hardware.device
+    measured = {
+        "matrix products": {point.dtype for point in device.gemm_points},
+        "attention": {point.dtype for point in device.attention_points},
+        "memory bandwidth": {point.dtype for point in device.elementwise_points},
+    }
+    if dtype in measured.get(figure, ()):
+        return "measured by sppo bench"
+    if device.kind == "cuda" and dtype != "bf16" and figure in ("matrix products", "attention"):
+        return "fp32 without TF32, by the vendor; the share of it that kernels reach is assumed"
+    if figure == "attention" and device.kind == "cuda":
+        rows = device.published_rows()
+        meant = [row for row in rows if row.head_size == head_size] or rows
+        return "; ".join(dict.fromkeys(row.source for row in meant)) or "assumed"
+    return hardware.sources.get(figure, "its hardware file")
 
 
 def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import Engine
 from sppo.engine.unit import document_positions
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries

@@ -9,8 +9,8 @@ from sppo.checkpoint.newest import NoCheckpointError, check_any
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
 from sppo.data.run_tokens import open_evaluated
-from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.run_hardware import hardware_for
 from sppo.model.hf_files import check_headers
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run

@@ -27,8 +27,8 @@ from sppo.cost.sharding.stage_parameters import device_parameters, stage_paramet
 from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.values_of_ranks import of_ranks
-from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.simulated_run import simulated_run
 from sppo.schedule.simulation.simulate import simulate

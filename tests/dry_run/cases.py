@@ -6,7 +6,7 @@ from typing import Any
 
 from sppo.config import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB

@@ -5,20 +5,16 @@ import pytest
 
 from sppo.config.run import HardwareConfig
 from sppo.hardware.description import HOST_FRACTION
-from sppo.hardware.file import (
-    hardware_for,
-    hardware_json,
-    read_hardware,
-)
+from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
-from sppo.hardware.run_hardware import hardware_line
+from sppo.hardware.run_hardware import hardware_for, hardware_line
 from sppo.units import GIB
 
 ATTENTION_POINT = {
     "dtype": "bf16", "head_size": 64, "queries": 64, "keys": 64,
     "forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12,
 }  # fmt: skip
-PROMISED = ("a100-40g", "a100-80g", "a800-40g", "a800", "h100", "h200", "b200", "laptop-cpu")
+PROMISED = ("a100-40g", "a100-80g", "a800", "a800-40g", "b200", "h100", "h200", "laptop-cpu")
 
 
 def test_every_promised_preset_says_that_it_is_analytic():

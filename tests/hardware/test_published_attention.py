@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sppo.config.run import HardwareConfig
-from sppo.hardware.file import hardware_for
 from sppo.hardware.published_attention import PublishedAttention, published_rates
+from sppo.hardware.run_hardware import hardware_for
 
 ROWS = (
     PublishedAttention("b", 64, (1024, 4096), (100.0, 400.0), (50.0, 200.0), "a paper"),

@@ -9,8 +9,8 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.costs import Costs
 from sppo.schedule.generate import generate

@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 
-from sppo.hardware.file import hardware_for
-from sppo.hardware.run_hardware import run_hardware
+from sppo.hardware.run_hardware import hardware_for, run_hardware
 from sppo.planning.advice import too_long_for, what_would_fit
 from sppo.planning.longest_sequence import longest_tokens, with_length
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence

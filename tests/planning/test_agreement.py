@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from sppo.config.run import RunConfig
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.estimate import estimate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.search import evaluation, simulated_candidate

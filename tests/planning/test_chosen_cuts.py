@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.estimate import estimate
 from sppo.planning.run_plan import USABLE_FRACTION, plan_run
 from sppo.planning.search.solver import solve

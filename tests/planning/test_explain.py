@@ -12,8 +12,8 @@ from sppo.cost.kv import kv_compute_seconds
 from sppo.cost.layer import Workload
 from sppo.cost.pass_parts import PART_NAMES
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.explain import PARTS, rates_used, step_parts
 from sppo.planning.search.candidates import workload_of
 from sppo.planning.search.choices import Degrees

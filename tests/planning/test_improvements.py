@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sppo.config.run import RunConfig
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.improvements import WORTH_IT, improvements
 from sppo.planning.search.solver import quick_best
 from tests.planning.cases import run_config, solved

@@ -10,8 +10,8 @@ import pytest
 from sppo.activations.tensor_classes import X_IN
 from sppo.cli.candidate import policy_text
 from sppo.cli.solve_stream import candidate_json
-from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.run_hardware import hardware_for
 from sppo.output_file import write_json
 from sppo.planning.explain import step_parts
 from sppo.planning.make_plan import make_plan

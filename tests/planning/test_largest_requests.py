@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search import evaluation, simulated_candidate
 from sppo.planning.search.choices import CUT_UNIT
 from sppo.planning.search.solver import solve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.estimate import estimate
 from sppo.planning.run_plan import plan_run

@@ -10,7 +10,7 @@ import pytest
 
 from sppo.config.run import RunConfig
 from sppo.cost.state_tiers import StateTiers
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import quick_best
 from tests.make import make_run

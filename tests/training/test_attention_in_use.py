@@ -7,7 +7,7 @@ import torch
 
 from sppo.config import load_run
 from sppo.hardware.description import ATTENTION_BACKENDS
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.kernels.attention import choice
 from sppo.training import preflight
 from sppo.training.attention_in_use import (

@@ -13,7 +13,7 @@ import torch
 from sppo.config.run import DEGREES, RunConfig
 from sppo.data.samples.step_lengths import drawn_steps_if_there
 from sppo.hardware.description import DeviceKind, HardwareSpec
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import as_seen_by_ranks
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.chosen_run import with_chosen_degrees

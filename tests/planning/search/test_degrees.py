@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sppo.config.base import MOST_SUBSEQUENCES
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search import choices
 from sppo.planning.search.choices import degrees_to_try, subsequence_counts_to_try
 from sppo.training.start import degree_problems

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.longest_sequence import with_length
 from sppo.planning.search import simulated_candidate
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import divide, rejection_of
