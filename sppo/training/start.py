@@ -22,7 +22,7 @@ from sppo.config.problems import Problem
 from sppo.config.rules import broken_rules
 from sppo.config.run_warnings import log_run_warnings
 from sppo.data.run_tokens import open_data, open_evaluated
-from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import count_cores, find_gpus
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.model.hf_files import check_headers
