@@ -235,10 +235,9 @@ def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
             # Computed and consumed within one layer, so never accumulated in fp32.
             kv_gradients_bytes=round(kv),
             activations_bytes=round(per_layer * len(layers)),
+            working_bytes=_working_bytes(candidate, method),
             communication_bytes=state.device.communication_bytes + exchanged,
         )
-        if method.uses_host or method.tiles_mlp:
-            device = replace(device, working_bytes=_working_bytes(candidate, method))
         stage = replace(state, device=device)
         stages.append(_with_inputs_on_host(stage, candidate) if method.uses_host else stage)
     return tuple(stages)

@@ -29,6 +29,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import state_memory
+from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.pass_parts import PART_NAMES
 from sppo.cost.stage_cost import stage_costs, stage_parts, stage_seconds
@@ -177,11 +178,7 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
     """Return the seconds of the first stage by part, and of the step."""
     candidate = published.candidate
     seconds = stage_seconds(candidate)
-    tokens = candidate.lengths[0]
-    recomputed = np.array([[[round(share * tokens) for share in published.recomputed]]])
-    recomputed = np.repeat(recomputed, len(candidate.stages), axis=0)
-    placement = ActivationPlacement(tokens - recomputed, recomputed * 0, recomputed)
-    costs = stage_costs(candidate, seconds=seconds, placement=placement)
+    costs = stage_costs(candidate, seconds=seconds, placement=_placement(published))
     own = list(candidate.stages_of_rank(0))
     plain = [stage_parts(candidate)[stage] for stage in own]
     parts = {
@@ -208,6 +205,15 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
         step_s = step_time(costs, num_sequences=candidate.sequences).step_s
     parts["waits for other stages"] = step_s - sum(parts.values())
     return parts, step_s
+
+
+def _placement(published: Published) -> ActivationPlacement:
+    """Return the placement that recomputes the published shares of each class."""
+    candidate = published.candidate
+    tokens = candidate.lengths[0]
+    recomputed = np.array([[[round(share * tokens) for share in published.recomputed]]])
+    recomputed = np.repeat(recomputed, len(candidate.stages), axis=0)
+    return ActivationPlacement(tokens - recomputed, recomputed * 0, recomputed)
 
 
 def _memory(published: Published) -> dict[str, float]:
@@ -244,13 +250,14 @@ def _memory(published: Published) -> dict[str, float]:
             activations += layers * tokens * kv_bytes_per_token(workload)[0]
     if published.inputs_offloaded:
         activations = 0.0
+    working_bytes = float(computing_bytes(candidate, _placement(published)).most.max())
     on_device = not candidate.state.offloads_optimizer
     return {
         "weights": own.weights_bytes,
         "gradients": on_device * own.gradients_bytes,
         "optimizer": on_device * own.optimizer_bytes,
         "activations": activations,
-        "working set": published.micro_batch * own.working_bytes,
+        "working set": published.micro_batch * working_bytes,
         "exchanges": own.communication_bytes,
     }
 

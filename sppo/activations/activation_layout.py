@@ -157,12 +157,29 @@ class BlockLayout:
         Returns:
             [2, n].
         """
+        return aligned_counts(
+            self.layer_bytes(rows, alignment=TENSOR_ALIGNMENT_BYTES), BLOCK_ALIGNMENT_BYTES
+        )
+
+    def layer_bytes(self, rows: Counts, *, alignment: int = 1) -> Counts:
+        """Return the bytes of a layer's tensors on one device, without and with its own input.
+
+        Args:
+            rows: Rows of each class, of any number of subsequences, [n, 3].
+            alignment: Multiple to which the bytes of each tensor are rounded up.
+
+        Returns:
+            [2, n].
+        """
         sizes = np.zeros((2, len(rows)), dtype=np.int64)
         for index, name in self._tensors:
-            of_tensor = -(-rows[:, index] * self.row_bytes[name] // self.shard_count)
-            aligned = aligned_counts(of_tensor, TENSOR_ALIGNMENT_BYTES)
+            aligned = aligned_counts(self.sharded_bytes(name, rows[:, index]), alignment)
             sizes += np.stack([aligned * (name != "x_in"), aligned])
-        return aligned_counts(sizes, BLOCK_ALIGNMENT_BYTES)
+        return sizes
+
+    def sharded_bytes(self, name: str, rows: Counts) -> Counts:
+        """Return the bytes of some rows of a tensor on one device."""
+        return -(-rows * self.row_bytes[name] // self.shard_count)
 
     @property
     def most_padding_bytes(self) -> int:

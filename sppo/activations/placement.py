@@ -60,6 +60,11 @@ class ActivationPlacement:
         first_of = {stage: firsts[place] for stage, place in zip(firsts, alike, strict=True)}
         return [first_of[stage] for stage in self.known_alike]
 
+    def rows_of(self, stage: int) -> bytes:
+        """Return the rows of a stage as bytes, which are equal for stages placed alike."""
+        tables = self.retained, self.offloaded, self.recomputed
+        return b"".join(table[stage].tobytes() for table in tables)
+
     def of_stages(self, own: slice) -> ActivationPlacement:
         """Return the placement of some stages."""
         return ActivationPlacement(self.retained[own], self.offloaded[own], self.recomputed[own])

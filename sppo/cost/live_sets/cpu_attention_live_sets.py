@@ -21,7 +21,7 @@ from sppo.cost.live_sets.attention_block_sizes import (
     largest_blocks,
 )
 from sppo.cost.live_sets.cpu_scratch import cast_bytes, flash_bytes, flash_output_bytes
-from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 
 LEAST_PART_KEYS = 512
 """Fewest keys of a part of a rectangle whose keys are divided over threads because it has fewer
@@ -31,7 +31,7 @@ _FLASH_COMPUTE_BYTES = 450 << 10
 :func:`sppo.cost.live_sets.cpu_scratch.flash_bytes`; measured with torch 2.13."""
 
 
-def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
+def attention_forward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live bytes of an attention forward, without q, k and v."""
     # Queries by head, the running output and its lse.
     merged = s.fp32_query_bytes + s.lse_bytes
@@ -49,7 +49,7 @@ def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     yield "output", merged + s.query_bytes
 
 
-def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
+def attention_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live bytes of an attention backward, without q, o and do."""
     # Queries, outputs and their gradients by head, and the sum of dq.
     base = 3 * s.query_bytes + s.fp32_query_bytes
@@ -78,7 +78,7 @@ def _merging_bytes(s: TensorSizes, block: Block) -> int:
     return o + 4 * lse + _gathered_bytes(s, block, tensors=1) + cast_bytes(s, o)
 
 
-def _block_backward(s: TensorSizes, block: Block, *, is_cast: bool) -> Iterator[tuple[str, int]]:
+def _block_backward(s: TensorSizes, block: Block, *, is_cast: bool) -> Iterator[LiveSet]:
     """Yield the live bytes of the backward of one block.
 
     Args:

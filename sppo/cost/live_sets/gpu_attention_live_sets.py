@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from sppo.cost.layer import ACCUMULATION_BYTES as _WIDE
 from sppo.cost.live_sets.attention_block_sizes import Block, BlockKind, largest_blocks
 from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
-from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.units import MIB
 
 SPAN_KEYS = 16384
@@ -25,7 +25,7 @@ TILE_BYTES = 64 * MIB
 """Most bytes of one tile of scores, as in :mod:`sppo.kernels.attention.torch_blocks`."""
 
 
-def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
+def attention_forward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live bytes of an attention forward, without q, k and v."""
     if s.backend in _WHOLE_SPANS:
         part = s.query_bytes + s.lse_bytes  # o and lse
@@ -51,7 +51,7 @@ def _merges_spans(s: TensorSizes) -> bool:
     return s.seen_keys > most_keys and s.prefix > 0
 
 
-def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
+def attention_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live bytes of an attention backward, without q, o and do."""
     if s.backend in _WHOLE_SPANS:
         yield from _spans_backward(s)
@@ -59,7 +59,7 @@ def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         yield from _blocks_backward(s)
 
 
-def _spans_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
+def _spans_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live bytes of one flash-attn call per part of the keys, and of the sum of dq."""
     rows = s.tokens * s.degree
     if s.model.sliding_window is not None:
@@ -75,7 +75,7 @@ def _spans_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         yield "sum of dq", s.fp32_query_bytes + s.query_bytes
 
 
-def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
+def _blocks_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live bytes of a backward in blocks.
 
     Live are q, o and do by head, the sum of dq, and dq, dk and dv of a block.

@@ -28,14 +28,11 @@ from sppo.cost.live_sets.cpu_scratch import (
     tiles_bytes,
     weight_gradient_bytes,
 )
-from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.tiles import tile_tokens
 
-Named = tuple[str, int]
-"""Name of a point of a pass, and live bytes at this point."""
 
-
-def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Named]:
+def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[LiveSet]:
     """Yield the live sets of a layer's forward."""
     norm_inputs = s.query_bytes + s.key_bytes if s.model.qk_norm else 0
     queries = 0 if LINEAR in recomputed else norm_inputs or s.query_bytes
@@ -58,7 +55,7 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Nam
 
 def layer_backward(
     s: TensorSizes, *, recomputed: frozenset[int], input_every: int, layers: int
-) -> Iterator[Named]:
+) -> Iterator[LiveSet]:
     """Yield the live sets of a layer's backward."""
     own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
     interval = 1 if own_attention else min(input_every, layers)
@@ -89,7 +86,7 @@ def layer_backward(
         yield f"attention backward, {name}", base + live
 
 
-def loss(s: TensorSizes) -> Iterator[Named]:
+def loss(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live sets of the final norm, the head and the loss, forward and backward in one.
 
     On a GPU, the resulting gradient of the last layer's output is saved and counts as held from the

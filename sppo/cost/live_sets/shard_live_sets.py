@@ -19,16 +19,13 @@ from math import prod
 
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.cpu_scratch import mlp_gradient_bytes, product_bytes
-from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.parameters import layer_shapes
 
 BORROWED_LAYERS = 2
 """Layers whose weights a borrower holds at once: one in use, and the next one being received."""
 MOST_GRADIENTS_SENT = 2
 """Parameters whose gradients are being sent at once, as in :mod:`sppo.engine.msp.gradients`."""
-
-Named = tuple[str, int]
-"""Name of a point of a pass, and live bytes at this point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,9 @@ class ShardSizes:
         return self.borrowed_layers * layer
 
 
-def shard_forward(s: TensorSizes, shard: ShardSizes, live_sets: Iterable[Named]) -> Iterator[Named]:
+def shard_forward(
+    s: TensorSizes, shard: ShardSizes, live_sets: Iterable[LiveSet]
+) -> Iterator[LiveSet]:
     """Yield the live sets of a shard's forward in a layer.
 
     Args:
@@ -88,8 +87,8 @@ def shard_forward(s: TensorSizes, shard: ShardSizes, live_sets: Iterable[Named])
 
 
 def shard_backward(
-    s: TensorSizes, shard: ShardSizes, live_sets: Iterable[Named]
-) -> Iterator[Named]:
+    s: TensorSizes, shard: ShardSizes, live_sets: Iterable[LiveSet]
+) -> Iterator[LiveSet]:
     """Yield the live sets of a shard's backward in a layer.
 
     Args:

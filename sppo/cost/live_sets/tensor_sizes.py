@@ -12,6 +12,9 @@ from sppo.config.model import ModelConfig
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 
+LiveSet = tuple[str, int]
+"""Name of a point of a pass, and bytes of the tensors that are live at this point."""
+
 LEAST_POOLED_BYTES = 128 << 10
 """Smallest tensor of the memory pool of a CPU, as in :mod:`sppo.kernels.native.cpu_allocator`."""
 

@@ -10,23 +10,14 @@ counted: they have a bucket of their own, from which backward reads them in plac
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.layer import Workload
-from sppo.cost.live_sets.layer_live_sets import Named, layer_backward, layer_forward, loss
+from sppo.cost.live_sets.layer_live_sets import layer_backward, layer_forward, loss
 from sppo.cost.live_sets.shard_live_sets import ShardSizes, shard_backward, shard_forward
-from sppo.cost.live_sets.tensor_sizes import tensor_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class LiveSet:
-    """Name of a point of a pass, and the bytes of the tensors that are live at this point."""
-
-    name: str
-    live_bytes: int
+from sppo.cost.live_sets.tensor_sizes import LiveSet, tensor_sizes
 
 
 @lru_cache(maxsize=1 << 15)
@@ -64,33 +55,17 @@ def working_sets(
     return _largest(forward), _largest(backward)
 
 
-def most_working_set(
-    workload: Workload, *, tokens: int, prefix: int, input_every: int = 1, layers: int
-) -> LiveSet:
-    """Return an upper bound of :func:`working_sets` for any recomputed classes.
-
-    A forward needs the most memory if all is saved, since saved tensors are copied only when the
-    layer ends; a backward if all is recomputed, or if layer inputs and the linear class are.
-    """
-    sizes = tensor_sizes(workload, tokens, prefix=prefix)
-    live_sets = [*layer_forward(sizes, recomputed=frozenset())]
-    for recomputed in (frozenset((ATTENTION, LINEAR)), frozenset((LINEAR,)))[: min(2, input_every)]:
-        live_sets += layer_backward(
-            sizes, recomputed=recomputed, input_every=input_every, layers=layers
-        )
-    return _largest(live_sets)
-
-
 def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:
     """Return the largest live set of a layer's forward that saves nothing."""
     sizes = tensor_sizes(workload, tokens)
     return _largest(layer_forward(sizes, recomputed=frozenset((ATTENTION, LINEAR))))
 
 
+@lru_cache(maxsize=1 << 12)
 def loss_working_set(workload: Workload, *, tokens: int) -> LiveSet:
     """Return the largest live set of the final norm, the head and the loss, with their backward."""
     return _largest(loss(tensor_sizes(workload, tokens)))
 
 
-def _largest(live_sets: Iterable[Named]) -> LiveSet:
-    return LiveSet(*max(live_sets, key=itemgetter(1)))
+def _largest(live_sets: Iterable[LiveSet]) -> LiveSet:
+    return max(live_sets, key=itemgetter(1))

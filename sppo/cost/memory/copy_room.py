@@ -99,7 +99,7 @@ def _copy_slots(candidate: Candidate, shape: BlockLayout) -> CopySlots:
         padding_bytes=count * shape.most_padding_bytes,
         least_bytes=count * largest_kv_block(candidate),
         joined_bytes=longest * max(x_in, attention, linear),
-        queries_bytes=queries_bytes(shape, longest),
+        queries_bytes=float(queries_bytes(shape, np.array(candidate.lengths)).max()),
         taken_at_once=shape.taken_at_once(attention_saved=True),
     )
 

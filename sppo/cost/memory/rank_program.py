@@ -23,8 +23,7 @@ from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.messages_held import MessagesHeld
 from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
 from sppo.cost.memory.unit_messages import exchanged_bytes, sent_bytes
-from sppo.cost.memory.unit_runs import UnitRun, unit_runs
-from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
+from sppo.cost.memory.unit_working_sets import loss_bytes, running_bytes, whole_unit_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import Action, ActionKind
@@ -149,8 +148,11 @@ class RankProgram:
         self._schedule, self._rank = schedule, rank
         self.actions = schedule.programs[rank]
         self.own_stages = candidate.stages_of_rank(rank)
-        self._runs = {
-            stage: unit_runs(candidate, placement, stage=stage) for stage in self.own_stages
+        self._whole_sets = {
+            stage: whole_unit_bytes(
+                candidate, placement, stage=stage, layers=self._layers_counted(stage)
+            )
+            for stage in self.own_stages
         }
         self._joined = {
             stage: int(
@@ -281,25 +283,36 @@ class RankProgram:
         candidate, backward = self._candidate, action.kind is ActionKind.B
         if action.num_shards > 1:
             shard = self.shards[action.stage, *action.unit]
-            run, sizes = self._shard_run(shard), self._shard_sizes(shard)
-            working = run_working_bytes(candidate, run, stage=shard.stage, shard=sizes)[backward]
+            working = self._shard_bytes(shard)[backward]
         else:
-            run = self._runs[action.stage][action.unit[1]]
-            working = run_working_bytes(candidate, run, stage=action.stage)[backward]
+            working = int(self._whole_sets[action.stage][backward][action.unit[1]])
         if backward:
             return working + self._joined[action.stage]
-        if action.stage in self.own_stages and candidate.is_last_stage(action.stage):
+        is_cut = action.num_shards > 1
+        if is_cut and action.stage in self.own_stages and candidate.is_last_stage(action.stage):
             loss = loss_bytes(candidate.workload, tokens=candidate.lengths[action.unit[1]])
             # The owner's shard of the gathered output is still alive.
-            own = self._tokens(action) * self._row_bytes * (action.num_shards > 1)
-            return max(working, loss + round(own))
+            return max(working, loss + round(self._tokens(action) * self._row_bytes))
         return working
 
-    def _shard_run(self, shard: Shard) -> UnitRun:
+    def _layers_counted(self, stage: int) -> int:
+        """Return the layers of a stage whose tensors count: its output's gradient is a message."""
+        return min(len(self._candidate.stages[stage]), self._candidate.input_every)
+
+    def _shard_bytes(self, shard: Shard) -> tuple[int, int]:
+        """Return the bytes of the working sets of a shard's forward and backward."""
         placed = self.placed(shard)
-        recomputed = frozenset(index for index, rows in enumerate(placed.recomputed) if rows)
-        whole = (index for index, rows in enumerate(placed.retained) if rows == shard.tokens)
-        return UnitRun(recomputed, shard.tokens, shard.start, frozenset(whole))
+        return running_bytes(
+            self._candidate,
+            tokens=shard.tokens,
+            prefix=shard.start,
+            recomputed=frozenset(index for index, rows in enumerate(placed.recomputed) if rows),
+            retained=frozenset(
+                index for index, rows in enumerate(placed.retained) if rows == shard.tokens
+            ),
+            layers=self._layers_counted(shard.stage),
+            shard=self._shard_sizes(shard),
+        )
 
     def _shard_sizes(self, shard: Shard) -> ShardSizes:
         is_owner = shard.stage in self.own_stages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -18,10 +18,10 @@ from sppo.cost.communicators import communicators_bytes
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set, most_working_set
+from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
-from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
+from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
@@ -123,7 +123,7 @@ class StageMemory:
 
 
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank without saved activations, for any activation policy."""
+    """Return the memory of each rank without saved activations and working sets."""
     ranks, tiers = candidate.pipeline_parallel_degree, candidate.state
     element, device = candidate.workload.element_bytes, candidate.workload.hardware.device
     parameters, updated = (
@@ -145,10 +145,6 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     optimizer = stepped * (2 * ACCUMULATION_BYTES + masters)
     copied = np.array(checkpoint_bytes(candidate)) * candidate.background_saves
     last = candidate.rank_of_stage(candidate.num_stages - 1)
-    working = np.full(ranks, _most_working_bytes(candidate))
-    working[last] = max(
-        working[last], loss_bytes(candidate.workload, tokens=max(candidate.lengths))
-    )
     on_cpu = device.kind == "cpu"
     buckets = {
         "weights_bytes": (weights + whole * (candidate.zero >= 3)) * element,
@@ -159,7 +155,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         **at_peak,
         "copies_bytes": np.zeros(ranks),
         "loss_gradient_bytes": _loss_gradient_bytes(candidate, units) * (np.arange(ranks) == last),
-        "working_bytes": working,
+        "working_bytes": np.zeros(ranks),
         "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
         "growth_bytes": process_growth_bytes(candidate) + copied * on_cpu,
         "communicators_bytes": np.array(
@@ -339,9 +335,10 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
     """Return the bytes of a forward-only pass on one device: weights, K and V, working set."""
     model, longest = workload.model, max(lengths)
     kv_bytes, _ = kv_bytes_per_token(workload)
-    running = max(
-        forward_working_set(workload, tokens=longest).live_bytes,
-        loss_working_set(workload, tokens=longest).live_bytes,
+    _, running = max(
+        forward_working_set(workload, tokens=longest),
+        loss_working_set(workload, tokens=longest),
+        key=itemgetter(1),
     )
     weights = num_parameters(model) * workload.element_bytes
     return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
@@ -363,24 +360,6 @@ def _most_tokens_on_last_stage(candidate: Candidate, units: UnitsInFlight) -> in
     on_last_stage = np.zeros((candidate.num_stages, len(candidate.lengths)))
     on_last_stage[-1] = candidate.lengths
     return int(units.peak(on_last_stage)[-1])
-
-
-def _most_working_bytes(candidate: Candidate) -> int:
-    """Return an upper bound of the working set's bytes, for any activation policy."""
-    tokens = _longest(candidate)
-    return most_working_set(
-        candidate.workload,
-        tokens=tokens,
-        prefix=candidate.longest_sequence - 1,
-        input_every=candidate.input_every,
-        layers=max(len(stage) for stage in candidate.stages),
-    ).live_bytes
-
-
-def _longest(candidate: Candidate) -> int:
-    """Return the tokens of the longest subsequence on one device."""
-    longest = max(candidate.lengths)
-    return -(-longest // candidate.workload.sequence_parallel_degree)
 
 
 def collective_bytes(candidate: Candidate) -> Counts:

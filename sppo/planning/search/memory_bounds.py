@@ -27,15 +27,11 @@ def least_shortfall(candidate: Candidate) -> Shortfall | None:
     if candidate.schedule == "sppo_msp":
         # A program that cuts units runs one sequence after another.
         candidate = replace(candidate, sequences=1)
-    held = tuple(
-        replace(state, device=replace(state.device, working_bytes=0))
-        for state in memory_without_activations(candidate)
-    )
-    shortfall = find_shortfall(candidate, held)
+    shortfall = find_shortfall(candidate, memory_without_activations(candidate))
     return None if shortfall is None else replace(shortfall, at_least=True)
 
 
 @lru_cache(maxsize=512)
 def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank without saved activations; cached."""
+    """Return the memory of each rank without saved activations and working sets; cached."""
     return state_memory(candidate, units=UnitsInFlight(candidate))

@@ -188,7 +188,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         layers=4,
     )
     joined = joined_bytes(placement, shape_of(model, input_every=every), stage=0).max()
-    predicted = max(moment.live_bytes for moment in moments) + joined
+    predicted = max(live_bytes for _, live_bytes in moments) + joined
     assert seen <= predicted + MIB // 4
     # Of the layer in backward, what is used early is gone at the worst moment.
     assert seen >= 0.65 * predicted
