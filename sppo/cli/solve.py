@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,15 +13,16 @@ from sppo.api import find_solution, plan_of
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.cli.printing import emit, print_json, working
-from sppo.cli.solve_corpus import corpus_json, corpus_screen
-from sppo.cli.solve_report import Answer, launch_commands
-from sppo.cli.solve_stream import stream_json, stream_screen
+from sppo.cli.solve_corpus import CorpusAnswer
+from sppo.cli.solve_report import Answer
+from sppo.cli.solve_stream import StreamAnswer
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.improvements import Improvement, improvements
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.planning.plan import plan_json
+from sppo.planning.search.solver import Solution
 
 PlanOutput = Annotated[
     Path | None,
@@ -79,7 +79,7 @@ def solve(
         except NothingFitsError as error:
             if not json_output:
                 raise
-            print_json(_values(Answer(error.solution, changes=error.changes)))
+            print_json(_kind_of(error.solution)(error.solution, changes=error.changes).json())
             raise typer.Exit(NO_PLAN) from None
         if output is not None:
             write_json(output, plan_json(plan_of(solution)))
@@ -89,15 +89,10 @@ def solve(
                 paying = improvements(solution)
         plan = str(output or "plan.json")
         train = shlex.join(["sppo", "train", str(run_file), *(overrides or []), "--plan", plan])
-        assert solution.best is not None, "find_solution raises if nothing fits"
-        per_node = solution.hardware.node.num_devices
-        launch = launch_commands(solution.best.degrees, devices_per_node=per_node, train=train)
-        answer = Answer(solution, (), train, launch, output, paying)
-        screen = corpus_screen if isinstance(solution, CorpusSolution) else stream_screen
-        emit(partial(_values, answer), partial(screen, answer), as_json=json_output)
+        answer = _kind_of(solution)(solution, (), train, output, paying)
+        emit(answer.json, answer.screen, as_json=json_output)
 
 
-def _values(answer: Answer) -> dict[str, Any]:
-    """Return an answer as JSON values."""
-    of_samples = isinstance(answer.solution, CorpusSolution)
-    return corpus_json(answer) if of_samples else stream_json(answer)
+def _kind_of(solution: Solution | CorpusSolution) -> type[Answer]:
+    """Return the class of answers with such a solution."""
+    return CorpusAnswer if isinstance(solution, CorpusSolution) else StreamAnswer

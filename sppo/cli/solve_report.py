@@ -1,23 +1,28 @@
-"""What the answers of ``sppo solve`` for the stream and for samples have in common."""
+"""Answer of ``sppo solve``: what the answers for the stream and for samples have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from sppo.cli.candidate import hardware_json
-from sppo.cli.printing import Screen, Unbroken, table
+from sppo.cli.candidate import degrees_json, hardware_json, shortfall_json
+from sppo.cli.explanation import explanation_json, explanation_screen
+from sppo.cli.printing import Screen, Unbroken, columns, table
+from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.improvements import Improvement
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import Rejection
-from sppo.planning.search.solver import Solution
-from sppo.units import format_duration
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.solver import Solution, nearest_rejection
+from sppo.planning.why_nothing_fits import rejected_groups
+from sppo.units import counted, format_bytes, format_count, format_duration
 
 Rows = Mapping[str, Callable[[Any], str]]
 """Functions that return the cell of a way to divide the devices, by the name of the row."""
@@ -28,15 +33,14 @@ DEGREES: Rows = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+@dataclass(frozen=True)
+class Answer(ABC):
     """Answer of ``sppo solve`` to a request.
 
     Attributes:
         solution: Solution, without a best way to divide the devices if nothing fits.
         changes: If nothing fits, changes of the request that would make it fit.
         train: Command that trains by the best plan.
-        launch: Commands that train by it on the nodes of the machine.
         output: File that the best plan was written to; None if there is none.
         improvements: Changes of the request that would increase throughput, for an answer that also
             says where the seconds of the best step go; None for a short one.
@@ -45,7 +49,6 @@ class Answer:
     solution: Solution | CorpusSolution
     changes: Sequence[Advice] = ()
     train: str = ""
-    launch: Sequence[str] = ()
     output: Path | None = None
     improvements: Sequence[Improvement] | None = None
 
@@ -56,60 +59,155 @@ class Answer:
         return [] if best is None else [best, *self.solution.runners_up]
 
     @property
-    def devices_left_over(self) -> int:
+    def launch(self) -> tuple[str, ...]:
+        """Commands that train by the best plan on the nodes of the machine."""
+        per_node = self.solution.hardware.node.num_devices
+        return launch_commands(self.ways[0].degrees, devices_per_node=per_node, train=self.train)
+
+    @property
+    def _left_over(self) -> int:
         """Number of devices that the best way does not use."""
         return int(self.solution.hardware.num_devices - self.ways[0].degrees.num_devices)
 
+    def json(self) -> dict[str, Any]:
+        """Return the answer as JSON values; the best way is also the first of the candidates."""
+        ways = [self._way_json(way) for way in self.ways]
+        values: dict[str, Any] = {
+            "feasible": bool(ways),
+            "best": ways[0] if ways else None,
+            "candidates": ways,
+            "rejected": [_rejection_json(rejection) for rejection in self.solution.rejected],
+            "hardware": hardware_json(self.solution.hardware),
+        }
+        if ways:
+            values["devices_left_over"] = self._left_over
+            values["launch"] = list(self.launch)
+            values["plan"] = None if self.output is None else str(self.output)
+            values["improvements"] = None
+            if self.improvements is not None:
+                values["improvements"] = [asdict(improvement) for improvement in self.improvements]
+                values["explanation"] = explanation_json(self._explained)
+        else:
+            nearest = nearest_rejection(self.solution.rejected)
+            values["nearest"] = None if nearest is None else _rejection_json(nearest)
+            values["advice"] = [asdict(advice) for advice in self.changes]
+        return values | self._more_json()
 
-def answer_json(
-    answer: Answer,
-    *,
-    way_json: Callable[[Any], dict[str, Any]],
-    rejection_json: Callable[[Rejection], dict[str, Any]],
-    nearest: Rejection | None,
-) -> dict[str, Any]:
-    """Return an answer as JSON values; the best way is also the first of the candidates.
+    def screen(self) -> Screen:
+        """Yield the best way, its runners-up, launch commands, memory, and what does not work."""
+        yield self._request_line
+        yield f"on {hardware_line(self.solution.hardware)}"
+        yield self._ways_table()
+        yield from self._notes()
+        if left := self._left_over:
+            yield (
+                f"{left} of {counted(self.solution.hardware.num_devices, 'device')} "
+                f"{'is' if left == 1 else 'are'} left over: more sequences or samples per step "
+                "would use them"
+            )
+        for command in self.launch:
+            yield Unbroken(f"launch: {command}")
+        if self.output is None:
+            yield "plan.json is not written yet: add -o plan.json"
+        if self.improvements:
+            yield ""
+            yield "not asked for, and it would pay (tokens/s a device, against the best):"
+            yield _improvements_table(self.improvements)
+        yield ""
+        yield from self._memory()
+        yield from _rejected_lines(self.solution.rejected)
+        if self.improvements is not None:
+            yield from explanation_screen(self._explained)
+        if self.output is not None:
+            simulate = f"sppo simulate {self.output}"
+            yield Unbroken(f"written {self.output}: {simulate}, {self.train}")
 
-    Args:
-        answer: Answer to a request.
-        way_json: Function that returns a way to divide the devices as JSON values.
-        rejection_json: Function that returns rejected degrees as JSON values.
-        nearest: Rejected degrees that are nearest to fitting.
-    """
-    ways = [way_json(way) for way in answer.ways]
-    values: dict[str, Any] = {
-        "feasible": bool(ways),
-        "best": ways[0] if ways else None,
-        "candidates": ways,
-        "rejected": [rejection_json(rejection) for rejection in answer.solution.rejected],
-        "hardware": hardware_json(answer.solution.hardware),
+    def _ways_table(self) -> Table:
+        """Return a table with a column for each way to divide the devices."""
+        rows: list[Sequence[str] | None] = []
+        for section in self._sections():
+            rows += [[name, *map(text, self.ways)] for name, text in section.items()]
+            rows.append(None)
+        headings = ["", "best", *(f"next {place}" for place in range(1, len(self.ways)))]
+        return table(headings, rows)
+
+    def _speed_rows(
+        self, step_s: Callable[[Any], float], tokens_per_s: Callable[[Any], float]
+    ) -> Rows:
+        """Return rows of the seconds of a step, and of the rate of all devices."""
+        best_s = step_s(self.ways[0])
+        return {
+            "step": lambda way: step_text(step_s(way)),
+            "against the best": lambda way: f"{step_s(way) / best_s:.3f}x",
+            "tokens/s a device": lambda way: f"{tokens_per_s(way) / way.degrees.num_devices:.4g}",
+            "tokens/s in total": lambda way: format_count(tokens_per_s(way)),
+        }
+
+    # What differs between the stream and samples
+
+    @property
+    @abstractmethod
+    def _explained(self) -> EvaluatedCandidate:
+        """Candidate whose seconds are explained."""
+
+    @abstractmethod
+    def _way_json(self, way: Any) -> dict[str, Any]:
+        """Return a way to divide the devices as JSON values."""
+
+    @abstractmethod
+    def _more_json(self) -> dict[str, Any]:
+        """Return further JSON values."""
+
+    @property
+    @abstractmethod
+    def _request_line(self) -> str:
+        """Line about the model and the step that were asked for."""
+
+    @abstractmethod
+    def _sections(self) -> Iterator[Rows]:
+        """Yield rows of the choices, of the predicted step time, and of the peaks of memory."""
+
+    @abstractmethod
+    def _notes(self) -> Iterator[str]:
+        """Yield lines below the table."""
+
+    @abstractmethod
+    def _memory(self) -> Screen:
+        """Yield the memory of the best way."""
+
+
+def _rejection_json(rejection: Rejection) -> dict[str, Any]:
+    return {
+        **degrees_json(rejection.degrees),
+        "num_subsequences": rejection.num_subsequences,
+        "policy": rejection.policy,
+        "reason": rejection.reason,
+        "shortfall": shortfall_json(rejection.shortfall),
     }
-    if not ways:
-        values["nearest"] = None if nearest is None else rejection_json(nearest)
-        values["advice"] = [asdict(advice) for advice in answer.changes]
-        return values
-    values["devices_left_over"] = answer.devices_left_over
-    values["launch"] = list(answer.launch)
-    values["plan"] = None if answer.output is None else str(answer.output)
-    return values
 
 
-def ways_table(answer: Answer, *sections: Rows) -> Table:
-    """Return a table with a column for each way to divide the devices."""
-    rows: list[Sequence[str] | None] = []
-    for section in sections:
-        rows += [[name, *map(text, answer.ways)] for name, text in section.items()]
-        rows.append(None)
-    headings = ["", "best", *(f"next {place}" for place in range(1, len(answer.ways)))]
-    return table(headings, rows)
+def _rejected_lines(rejected: Sequence[Rejection]) -> Iterator[str]:
+    """Yield the reasons why other degrees do not work, each with an example."""
+    if len(rejected) == 1:
+        yield "1 other way does not work (--json lists it):"
+    elif rejected:
+        yield f"{len(rejected)} other ways do not work (--json lists them):"
+    for group in rejected_groups(rejected):
+        yield f" {group.count:>3} × {group.reason}"
+        if group.example:
+            yield f"     {group.example}"
 
 
-def launch_lines(answer: Answer) -> Screen:
-    """Yield the commands that train by the plan, and how to write the plan if it is in no file."""
-    for command in answer.launch:
-        yield Unbroken(f"launch: {command}")
-    if answer.output is None:
-        yield "plan.json is not written yet: add -o plan.json"
+def _improvements_table(improvements: Sequence[Improvement]) -> Table:
+    return columns(
+        [
+            f" {improvement.change}",
+            f"{improvement.gain:.2f}x",
+            f"{step_text(improvement.step_s)} a step",
+            f"{format_bytes(improvement.device_peak_bytes)} a device",
+        ]
+        for improvement in improvements
+    )
 
 
 def step_text(seconds: float) -> str:

@@ -202,10 +202,12 @@ def _example(members: Sequence[Rejection]) -> str:
     shortfall, where = nearest.shortfall, nearest.degrees.text()
     if shortfall is None:
         return f"{where}: {nearest.reason}"
+    if nearest.num_subsequences is not None:
+        where += f", N={nearest.num_subsequences}"
     bound = "at least " if shortfall.at_least else ""
     bounded = any(one.shortfall is not None and one.shortfall.at_least for one in members)
     return (
-        f"{'e.g.' if bounded else 'nearest'} {where}, N={nearest.num_subsequences}: rank "
+        f"{'e.g.' if bounded else 'nearest'} {where}: rank "
         f"{shortfall.rank} is short by {bound}{format_bytes(shortfall.short_bytes)} "
         f"({bucket_text(shortfall.bucket)} {format_bytes(shortfall.bucket_bytes)} of {bound}"
         f"{format_bytes(shortfall.needed_bytes)} needed, "

@@ -111,7 +111,7 @@ def test_nothing_fits(run, monkeypatch):
     assert "what would fit" in told
     found = report(run, *words, code=3)
     assert found["feasible"] is False
-    assert found["nearest"]["short_bytes"] > 0
+    assert found["nearest"]["shortfall"]["short_bytes"] > 0
     assert [change["change"] for change in found["advice"]] == ["sequence.length=8Ki"]
 
 
