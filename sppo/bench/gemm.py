@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import get_args
 
@@ -24,34 +23,18 @@ _QUICK_WIDTHS = {"cpu": (256, 1024), "cuda": (2048, 4096)}
 _LONGEST_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class GemmGrid:
-    """Axes of the shapes to time.
-
-    Attributes:
-        tokens: Numbers of rows of the input.
-        widths: Widths of the input and the output.
-    """
-
-    tokens: tuple[int, ...]
-    widths: tuple[int, ...]
-
-
-def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
-    """Return the default shapes to time; few of them if ``quick``."""
-    tokens, widths = (_QUICK_TOKENS, _QUICK_WIDTHS) if quick else (_TOKENS, _WIDTHS)
-    return GemmGrid(tokens[device], widths[device])
-
-
-def measure_gemm(bench: KernelBench, grid: GemmGrid) -> tuple[GemmPoint, ...]:
-    """Return the rates of products ``[tokens, width] x [width, width]``."""
+def measure_gemm(bench: KernelBench, *, quick: bool) -> tuple[GemmPoint, ...]:
+    """Return the rates of products ``[tokens, width] x [width, width]``; of few if ``quick``."""
+    device = bench.operands.device
+    tokens_of, widths_of = (_QUICK_TOKENS, _QUICK_WIDTHS) if quick else (_TOKENS, _WIDTHS)
+    all_tokens = tokens_of[device]
     cases = {
         (dtype, tokens, width, product): partial(
             _make, bench.operands, dtype, tokens, width, product
         )
         for dtype in bench.dtypes
-        for width in _narrower(bench, grid, dtype=dtype)
-        for tokens in grid.tokens
+        for width in _narrower(bench, all_tokens, widths_of[device], dtype=dtype)
+        for tokens in all_tokens
         for product in get_args(Product)
     }
     return gemm_points(bench.time("gemm", cases))
@@ -69,9 +52,10 @@ def gemm_points(timings: Mapping[GemmKey, Timing]) -> tuple[GemmPoint, ...]:
     return tuple(points)
 
 
-def _narrower(bench: KernelBench, grid: GemmGrid, *, dtype: str) -> tuple[int, ...]:
+def _narrower(
+    bench: KernelBench, tokens: Sequence[int], widths: Sequence[int], *, dtype: str
+) -> Sequence[int]:
     """Return the widths without the largest ones that take too long; at least two remain."""
-    tokens, widths = grid.tokens, grid.widths
     probe = _make(bench.operands, dtype, tokens[0], widths[0], "forward")
     per_flop_s = bench.time_once(probe) / (tokens[0] * widths[0] ** 2)
     while len(widths) > 2 and per_flop_s * tokens[-1] * widths[-1] ** 2 > _LONGEST_S:

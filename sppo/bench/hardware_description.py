@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -80,13 +79,8 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
     kernels, else "calibrated".
     """
     device = base.device
-    device = replace(
-        device,
-        gemm_points=_merged(device.gemm_points, measurements.gemm),
-        elementwise_points=_merged(device.elementwise_points, measurements.elementwise),
-    )
     if measurements.gemm:
-        device = _with_peaks(device, measurements.gemm)
+        device = _with_gemm(device, measurements.gemm)
     if measurements.attention is not None:
         device = _with_attention(device, measurements.attention)
     if measurements.documents is not None:
@@ -96,7 +90,7 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
             document_backward_s=measurements.documents.backward_s,
         )
     if measurements.elementwise:
-        device = _with_bandwidth(device, measurements.elementwise)
+        device = _with_elementwise(device, measurements.elementwise)
     node = base.node
     for copies in measurements.copies:
         node = _with_copies(node, copies)
@@ -140,8 +134,9 @@ def _merged(old: tuple[_P, ...], new: tuple[_P, ...]) -> tuple[_P, ...]:
     return tuple(point for point in old if point.dtype not in dtypes) + new
 
 
-def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
-    """Return ``device`` with the best rate of products as a GPU's efficiency or a CPU's peak."""
+def _with_gemm(device: DeviceSpec, points: tuple[GemmPoint, ...]) -> DeviceSpec:
+    """Return ``device`` with rates of products; the best is a GPU's efficiency or a CPU's peak."""
+    device = replace(device, gemm_points=_merged(device.gemm_points, points))
     best = {
         dtype: max(p.forward_flops_per_s for p in points if p.dtype == dtype)
         for dtype in {point.dtype for point in points}
@@ -178,12 +173,17 @@ def _with_attention(device: DeviceSpec, measured: AttentionRates) -> DeviceSpec:
     )
 
 
-def _with_bandwidth(device: DeviceSpec, points: Sequence[ElementwisePoint]) -> DeviceSpec:
-    """Return ``device`` with the rate of the largest copies as memory bandwidth.
+def _with_elementwise(device: DeviceSpec, points: tuple[ElementwisePoint, ...]) -> DeviceSpec:
+    """Return ``device`` with the rates of kernels, that of the largest copies as its bandwidth.
 
     The fixed cost of a kernel becomes 0: measured rates include it on a CPU, and a GPU's kernels
     are queued while others run, in measurements as in training.
     """
     copies = [point for point in points if point.kernel == "copy"]
     largest = max(copies, key=lambda point: (point.elements, point.bytes_per_s))
-    return replace(device, memory_bytes_per_s=largest.bytes_per_s, kernel_s=0.0)
+    return replace(
+        device,
+        elementwise_points=_merged(device.elementwise_points, points),
+        memory_bytes_per_s=largest.bytes_per_s,
+        kernel_s=0.0,
+    )

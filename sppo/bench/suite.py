@@ -20,7 +20,7 @@ from sppo.bench.attention_grid import attention_problems
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
-from sppo.bench.gemm import gemm_grid, measure_gemm
+from sppo.bench.gemm import measure_gemm
 from sppo.bench.messages import MessageMeasurements, measure_messages
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import OverlapMeasurements, measure_overlap, measured_layer
@@ -145,9 +145,7 @@ def _overlap(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
 
 
 _SUBJECTS: Mapping[str, Callable[[KernelBench, BenchRequest], dict[str, Any]]] = {
-    "gemm": lambda kernels, request: {
-        "gemm": measure_gemm(kernels, gemm_grid(request.device, quick=request.quick))
-    },
+    "gemm": lambda kernels, request: {"gemm": measure_gemm(kernels, quick=request.quick)},
     "attention": _attention,
     "elementwise": lambda kernels, request: {
         "elementwise": measure_elementwise(kernels, quick=request.quick)

@@ -19,24 +19,15 @@ _logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
-_TAGS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "skipped": "train/skipped",
-    "step_s": "speed/step_s",
-    "predicted_step_s": "speed/predicted_step_s",
-    "tokens_per_s": "speed/tokens_per_s",
-    "mfu": "speed/mfu",
-    "hfu": "speed/hfu",
-    "exposed_copy_s": "speed/exposed_copy_s",
-    "copy_out_bytes_per_s": "speed/copy_out_bytes_per_s",
-    "copy_back_bytes_per_s": "speed/copy_back_bytes_per_s",
-    "device_peak_bytes": "memory/device_peak_bytes",
-    "host_peak_bytes": "memory/host_peak_bytes",
-    "offloaded_bytes": "memory/offloaded_bytes",
+_SECTIONS = {
+    "train": ("loss", "grad_norm", "lr", "skipped"),
+    "speed": (
+        *("step_s", "predicted_step_s", "tokens_per_s", "mfu", "hfu", "exposed_copy_s"),
+        *("copy_out_bytes_per_s", "copy_back_bytes_per_s"),
+    ),
+    "memory": ("device_peak_bytes", "host_peak_bytes", "offloaded_bytes"),
 }
-"""Names of metrics in TensorBoard."""
+"""Metrics in TensorBoard by section; a metric is called ``section/metric``."""
 
 _NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """Number that may not be finite, and is null in the file then."""
@@ -185,11 +176,11 @@ class TensorBoardSink:
 
     def write(self, metrics: StepMetrics) -> None:
         """Write the metrics of one step as scalars; unknown ones are left out."""
-        values = asdict(metrics)
         with named_errors(self._directory):
-            for field, tag in _TAGS.items():
-                if values[field] is not None:
-                    self._writer.add_scalar(tag, float(values[field]), metrics.step)
+            for section, names in _SECTIONS.items():
+                for name in names:
+                    if (value := getattr(metrics, name)) is not None:
+                        self._writer.add_scalar(f"{section}/{name}", float(value), metrics.step)
 
     def close(self) -> None:
         """Close the event file."""

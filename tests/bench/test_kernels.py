@@ -93,8 +93,7 @@ def test_the_grids_are_complete(operands):
     problems = attention_problems("cpu", bench.dtypes, quick=True)
     bf16 = bench_of(operands, ONCE, watcher, dtypes=["bf16"])
     measured = {
-        "gemm_points": gemm.measure_gemm(bench, gemm.gemm_grid("cpu", quick=True))
-        + gemm.measure_gemm(bf16, gemm.gemm_grid("cpu", quick=True)),
+        "gemm_points": gemm.measure_gemm(bench, quick=True) + gemm.measure_gemm(bf16, quick=True),
         "attention_points": attention.measure_attention(bench, problems).points,
         "elementwise_points": elementwise.measure_elementwise(bf16, quick=True),
     }
@@ -111,8 +110,7 @@ def test_a_slow_device_gets_smaller_shapes(operands, monkeypatch):
         KernelBench, "time", lambda bench, subject, cases: dict.fromkeys(cases, timing(1))
     )
     bench = bench_of(operands, ONCE)
-    grid = gemm.gemm_grid("cpu", quick=False)
-    points = gemm.measure_gemm(bench, grid)
+    points = gemm.measure_gemm(bench, quick=False)
     assert len({point.width for point in points}) == 2
     replace(CPU, gemm_points=points)  # has no hole
 
