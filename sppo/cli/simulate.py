@@ -56,9 +56,8 @@ def simulate(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN.yaml|PLAN.json] [SECTION.KEY=VALUE|KEY=VALUE]... [NAME]...",
-            help="A run file and values that replace its own, a plan, or keys of an abstract case; "
-            "names of more schedules to compare with.",
+            metavar="[RUN.yaml|PLAN.json] [SECTION.KEY=VALUE|KEY=VALUE]...",
+            help="A run file and values that replace its own, a plan, or keys of an abstract case.",
             show_default=False,
         ),
     ] = None,
@@ -73,7 +72,9 @@ def simulate(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME...", help="The same work under other schedules, drawn below the first."
+            metavar="NAME",
+            help="The same work under another schedule, drawn below the first; may be given several"
+            " times.",
         ),
     ] = None,
     png: Annotated[
@@ -107,14 +108,13 @@ def simulate(
         sppo simulate --program by_hand.txt latency=0.1
     """
     with exit_codes():
-        file, values, names = sort_words(words or ())
+        file, values = sort_words(words or ())
         check_output_files(
             {"--png": png, "--trace": trace, "--write-program": write_program},
             plots=["--png"],
             inputs=[path for path in (file, program) if path is not None],
         )
-        names = [name for given in compare or () for name in given.split(",") if name] + names
-        found = read_request(file, values, program=program, names=names)
+        found = read_request(file, values, program=program, names=compare or ())
         if png is not None:
             write_png(png, timelines=found.timelines, is_abstract=found.run is None)
         if trace is not None:
@@ -171,32 +171,28 @@ class Simulation:
         return f"{size_bytes:.4g}" if self.run is None else format_bytes(size_bytes)
 
 
-def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], list[str]]:
+def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Sort positional arguments by kind.
 
     Returns:
-        (run file or plan, None for an abstract case or a program; ``KEY=VALUE`` words; names of
-        schedules to compare with).
+        (run file or plan, None for an abstract case or a program; ``KEY=VALUE`` words).
 
     Raises:
         ValueError: Two files, or a word of no known kind.
     """
-    file, values, names = None, [], []
+    files, values = [], []
     for word in words:
-        if word in schedule_names():
-            names.append(word)
-        elif word.partition("=")[0].replace(".", "_").isidentifier() and "=" in word:
+        if word.partition("=")[0].replace(".", "_").isidentifier() and "=" in word:
             values.append(word)
-        elif not word.endswith((*_RUN_FILES, _PLAN)):
-            raise ValueError(
-                f"{quoted(word)} is neither a run file (.yaml) nor a plan (.json), neither "
-                f"KEY=VALUE nor a schedule to compare with: {', '.join(schedule_names())}"
-            )
-        elif file is not None:
-            raise ValueError(f"two files, {file} and {Path(word)}: simulate one at a time")
+        elif word.endswith((*_RUN_FILES, _PLAN)):
+            files.append(Path(word))
         else:
-            file = Path(word)
-    return file, values, names
+            raise ValueError(
+                f"{quoted(word)} is neither a run file (.yaml) nor a plan (.json) nor KEY=VALUE"
+            )
+    if len(files) > 1:
+        raise ValueError(f"two files, {files[0]} and {files[1]}: simulate one at a time")
+    return (files[0] if files else None), values
 
 
 def read_request(

@@ -40,14 +40,14 @@ def test_keys_of_costs():
     assert report(*CASE, "forward=2", "backward=4")["makespan_s"] == 66
 
 
-@pytest.mark.parametrize("words", [["gpipe,sppo_msp"], ["gpipe", "sppo_msp"]])
-def test_schedules_are_compared(words):
-    numbers = report(*CASE, "--compare", *words)
+def test_schedules_are_compared():
+    words = (*CASE, "--compare", "gpipe", "--compare", "sppo_msp")
+    numbers = report(*words)
     assert [(n["schedule"], round(n["makespan_s"], 6)) for n in numbers["compare"]] == [
         ("gpipe", 33),
         ("sppo_msp", 25),
     ]
-    assert "0.76x" in succeed("simulate", *CASE, "--compare", *words)
+    assert "0.76x" in succeed("simulate", *words)
 
 
 def test_the_table_is_for_people():
@@ -164,7 +164,9 @@ def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
     assert alone["hardware"] == "a100-80g (analytic)"
     degrees = [f"parallel.{name}_parallel_degree=1" for name in ("data", "sequence")]
     degrees.append("parallel.pipeline_parallel_degree=4")
-    four = report(file, *degrees, "parallel.schedule=sppo", "--compare", "sppo_msp", "1f1b")
+    four = report(
+        file, *degrees, "parallel.schedule=sppo", "--compare", "sppo_msp", "--compare", "1f1b"
+    )
     assert four["num_units"] == 8
     assert alone["makespan_s"] / 4 < four["makespan_s"] < alone["makespan_s"]
     msp, whole = four["compare"]
