@@ -2,7 +2,7 @@
 
 A file is written under another name in the same directory, flushed to the disk and then renamed. A
 reader sees the old content or the new content, never a mixture, and a failure leaves the old file
-unchanged. Devices, pipes and ``/dev/stdout`` are written in place.
+unchanged. Devices and pipes are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ PARTIAL = ".partial-"
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or an exhausted quota."""
 
-_STANDARD_OUTPUT = Path("/dev/stdout")
 _NAME_BYTES = 200
 """Bytes kept of a file name before the suffix is added; common file systems allow 255 in all."""
 
@@ -41,10 +40,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             an older file was kept.
     """
     path = Path(path)
-    if _is_special(path):
-        with named_errors(path), _open_in_place(path) as file:
-            yield file
-        return
     target = Path(os.path.realpath(path))
     partial = _partial_name(target)
     kept = "the older file is kept" if os.path.exists(target) else "nothing was written"
@@ -137,8 +132,6 @@ def check_output_files(
             continue
         if os.path.isdir(path):
             raise ValueError(f"{option} {path}: is a directory; name a file in it")
-        if _is_special(path):
-            continue
         if option in plots and path.suffix.lower() != ".png":
             raise ValueError(f"{option} {path}: a plot is written as PNG; end the name in .png")
         if option in plans and path.suffix != ".json":
@@ -194,9 +187,11 @@ def _check_place(option: str, path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Raise OSError if no file can have this name: a name too long, a link to itself."""
+    """Raise OSError if no file can have this name: too long, a link to itself, a device, a pipe."""
     with suppress(FileNotFoundError):
-        path.stat()
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise OSError(errno.EPERM, "not a regular file", str(path))
 
 
 def _partial_name(target: Path) -> Path:
@@ -212,21 +207,6 @@ def _take_permissions(file: BinaryIO, target: Path) -> None:
     if not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
     os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode) & 0o777)
-
-
-def _is_special(path: Path) -> bool:
-    """Return whether ``path`` is written in place: a device, a pipe, standard output."""
-    if path == _STANDARD_OUTPUT:
-        return True
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-
-
-def _open_in_place(path: Path) -> BinaryIO:
-    """Open a special file for writing."""
-    if path == _STANDARD_OUTPUT:
-        # Shares the position with what else the process prints, if that goes to a file.
-        return os.fdopen(os.dup(1), "wb")
-    return path.open("wb")
 
 
 @contextmanager
