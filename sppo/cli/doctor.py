@@ -128,7 +128,7 @@ def _enough(name: str, is_enough: bool, found: str, advice: str) -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    """Yield findings about processor, memory, threads, rates and disk."""
+    """Yield findings about processor, memory, rates, system and threads."""
     cores, all_cores = this_machine.count_cores(), os.cpu_count() or 1
     limit = this_machine.control_group_limit_bytes()
     counts = counted(cores, "core") if cores == all_cores else f"{cores} of {all_cores} cores"
@@ -143,8 +143,6 @@ def _machine() -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     yield Finding("system", "ok", system)
     yield _threads(cores)
-    few = "checkpoints and a disk tier need more: free some space, or work on another disk"
-    yield _room("disk space", Path(), least=GIB, few=few, none="change to another")
 
 
 def _threads(cores: int) -> Finding:
@@ -160,46 +158,38 @@ def _threads(cores: int) -> Finding:
     return _enough("threads", int(outer) == cores, f"OMP_NUM_THREADS={given}", advice)
 
 
-def _room(name: str, directory: Path, *, least: int, few: str, none: str) -> Finding:
-    """Return the finding about the free space in a directory.
-
-    Args:
-        name: Name of the check.
-        directory: Directory to look at.
-        least: Bytes that should be free.
-        few: What to do if fewer are.
-        none: What to do if the directory is not there or cannot be read.
-    """
-    try:
-        path, room = directory.absolute(), os.statvfs(directory)
-    except OSError as error:
-        where = directory if directory.parts else "the working directory"
-        return Finding(name, "note", f"{where} cannot be read: {error.strerror}", none)
-    free = room.f_bavail * room.f_frsize
-    return _enough(name, free >= least, f"{format_bytes(free)} free in {path}", few)
-
-
 def _limits() -> Iterator[Finding]:
     """Yield findings about limits that a run with many ranks, or on a GPU, may reach."""
     files = files_of_a_rank(_MANY_RANKS)
+    opens = f"a rank of {_MANY_RANKS} opens about {files}: raise it (ulimit -Hn)"
+    yield _limit("open files", resource.RLIMIT_NOFILE, files, str, opens)
     locks = (
         "enough for page-locked host memory, which the driver locks; InfiniBand needs more: "
         "ulimit -l unlimited"
     )
-    opens = f"a rank of {_MANY_RANKS} opens about {files}: raise it (ulimit -Hn)"
-    limits: dict[str, tuple[int, int, Callable[[int], str], str]] = {
-        "open files": (resource.RLIMIT_NOFILE, files, str, opens),
-        "locked memory": (resource.RLIMIT_MEMLOCK, GIB, format_bytes, locks),
-    }
-    for name, (kind, least, text, few) in limits.items():
-        _, most = resource.getrlimit(kind)
-        if most == resource.RLIM_INFINITY:
-            yield Finding(name, "ok", "unlimited")
-        else:
-            yield _enough(name, most >= least, f"{text(most)} at most", few)
-    less = "NCCL between GPUs of a machine needs more: in a container start it with --shm-size=1g"
-    none = "NCCL between GPUs of a machine needs it: mount it"
-    yield _room("shared memory", Path("/dev/shm"), least=64 * MIB, few=less, none=none)
+    yield _limit("locked memory", resource.RLIMIT_MEMLOCK, GIB, format_bytes, locks)
+    yield _shared_memory(Path("/dev/shm"))
+
+
+def _limit(name: str, kind: int, least: int, text: Callable[[int], str], advice: str) -> Finding:
+    """Return the finding about a limit of the system, with advice if it is below `least`."""
+    _, most = resource.getrlimit(kind)
+    if most == resource.RLIM_INFINITY:
+        return Finding(name, "ok", "unlimited")
+    return _enough(name, most >= least, f"{text(most)} at most", advice)
+
+
+def _shared_memory(directory: Path) -> Finding:
+    """Return the finding about the free space of shared memory."""
+    name, needs = "shared memory", "NCCL between GPUs of a machine needs"
+    try:
+        room = os.statvfs(directory)
+    except OSError as error:
+        advice = f"{needs} it: mount it"
+        return Finding(name, "note", f"{directory} cannot be read: {error.strerror}", advice)
+    free = room.f_bavail * room.f_frsize
+    advice = f"{needs} more: in a container start it with --shm-size=1g"
+    return _enough(name, free >= 64 * MIB, f"{format_bytes(free)} free in {directory}", advice)
 
 
 def _packages() -> Iterator[Finding]:

@@ -89,14 +89,10 @@ def test_low_limits_are_told(monkeypatch):
     assert "--shm-size" in found(findings, "shared memory").advice
 
 
-def test_room_on_the_disk_is_told(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    finding = found(doctor._machine(), "disk space")
-    assert finding.found.endswith(f" free in {tmp_path}")
-    monkeypatch.setattr(doctor.os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=1))
-    assert found(doctor._machine(), "disk space").state == "note"
-    tmp_path.rmdir()
-    assert "cannot be read" in found(doctor._machine(), "disk space").found
+def test_missing_shared_memory_is_told(tmp_path):
+    finding = doctor._shared_memory(tmp_path / "none")
+    assert finding.found == f"{tmp_path / 'none'} cannot be read: No such file or directory"
+    assert finding.advice.endswith("mount it")
 
 
 def test_gpus_are_listed(monkeypatch):
