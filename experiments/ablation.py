@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from experiments import harness
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
@@ -92,8 +90,7 @@ def _rows(best: Candidate) -> Iterator[Row]:
     plain = replace(best, schedule="sppo", virtual_stages=1, offload_ratio=None)
     yield "none", _option(plain, "recompute"), "no offload, layers recomputed"
     yield "none, nothing recomputed", _option(plain, "retain"), "where memory allows it"
-    everything = _option(plain, "offload_all")
-    yield "offload_all", everything, _offload_note(everything)
+    yield "offload_all", _option(plain, "offload_all"), "offloads everything"
     adaptive = _option(plain, "sppo")
     yield "sppo", adaptive, "offloads what hides"
     note = "retains what fits, offloads what hides, recomputes the rest"
@@ -129,15 +126,6 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate) -> Iterator[Row]:
 
 def _option(candidate: Candidate, policy: str) -> EvaluatedCandidate:
     return simulate_candidate(evaluate_candidate(replace(candidate, policy=policy)))
-
-
-def _offload_note(evaluated: EvaluatedCandidate) -> str:
-    """Return a note on the copy rate that offloading everything needs to hide behind forwards."""
-    costs = evaluated.costs
-    busiest = int(np.argmax(costs.offload_bytes.sum(axis=1)))
-    seconds = float(costs.forward_s[busiest].sum())
-    rate = float(costs.offload_bytes[busiest].sum()) / seconds
-    return f"hides behind forwards from {rate / 1e9:.1f} GB/s per device on average"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ import numpy as np
 
 from experiments import harness
 from experiments.planned_rank import PlannedRank, random_tokens
+from sppo.config import ModelConfig
+from sppo.config.huggingface import hf_config
 
 LOOPED = {"virtual_stages": harness.MODEL["num_layers"], "schedule": "looped_bfs"}
 """Section ``parallel`` of a stage for every layer."""
@@ -144,17 +146,8 @@ def _transformers(side: str, length: int, _disk: Path | None) -> Callable[[], fl
     from transformers import LlamaConfig
     from transformers_training import TransformersTraining  # of scripts/
 
-    shape = harness.MODEL
-    config = LlamaConfig(
-        vocab_size=shape["vocab_size"],
-        hidden_size=shape["hidden_size"],
-        num_hidden_layers=shape["num_layers"],
-        num_attention_heads=shape["num_heads"],
-        num_key_value_heads=shape["num_kv_heads"],
-        intermediate_size=shape["mlp_size"],
-        max_position_embeddings=length + 1,
-        tie_word_embeddings=False,
-    )
+    model = ModelConfig.model_validate({**harness.MODEL, "max_positions": length + 1})
+    config = LlamaConfig(**hf_config(model, dtype="bf16"))
     (tokens,) = random_tokens(1, length)
     training = TransformersTraining(config, tokens, checkpointing=OTHER_SIDES[side])
     step: Callable[[], float] = training.step

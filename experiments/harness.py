@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # its files import each other
 
-from option_types import one_of, output_file, plot_file, positive, several
+from option_types import one_of, output_file, positive, several
 
 from sppo.config import load_run
 from sppo.config.run import RunConfig
@@ -35,7 +35,7 @@ from sppo.hardware.run_hardware import run_hardware
 from sppo.hardware.this_machine import cpu_model
 from sppo.output_file import write_text
 
-__all__ = ["one_of", "plot_file", "positive", "several"]
+__all__ = ["one_of", "output_file", "positive", "several"]
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(hours=2)

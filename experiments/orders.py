@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=harness.positive, default=2)
     parser.add_argument("--sequences", type=harness.positive, default=1, help="of a step")
     parser.add_argument("--steps", type=harness.positive, default=3, help="measured, of each side")
-    parser.add_argument("--plot", type=harness.plot_file, help="draw the executed steps, as PNG")
+    parser.add_argument("--plot", type=harness.output_file, help="draw the executed steps, as PNG")
     options = parser.parse_args()
     found = harness.run_ranks(_serve, options, ranks=options.ranks)
     harness.print_table(

@@ -49,9 +49,6 @@ def main() -> None:
     parser.add_argument("--steps", type=harness.positive, default=1, help="measured, of each side")
     parser.add_argument("--partition", default="flops", help="sequence.partition of SPPO's side")
     parser.add_argument("--schedule", default="auto", help="parallel.schedule of SPPO's side")
-    parser.add_argument(
-        "--pool-for-torch", action="store_true", help="SPPO's memory pool for torch's side too"
-    )
     options = parser.parse_args()
     cases: list[dict[str, Any]] = []
     for sequences in options.sequences:
@@ -117,7 +114,8 @@ def _make(rank: int, arguments: tuple[str, argparse.Namespace, int]) -> Callable
     pipeline.findings()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    pipeline.trim()
+    if side == "sppo":
+        CpuDevice().trim()
     return partial(_measured, pipeline, harness.Meter(counted_bytes=pipeline.gradient_bytes))
 
 
@@ -128,7 +126,7 @@ def _measured(pipeline: Any, meter: harness.Meter) -> dict[str, Any]:
 def _torch(rank: int, options: argparse.Namespace, sequences: int) -> Any:
     model = ModelConfig.model_validate(harness.MODEL)
     tokens_MT = random_tokens(sequences, options.length)
-    return TorchPipeline(model, tokens_MT, rank=rank, pool=options.pool_for_torch)
+    return TorchPipeline(model, tokens_MT, rank=rank)
 
 
 class _SppoPipeline(PlannedRank):
@@ -157,10 +155,6 @@ class _SppoPipeline(PlannedRank):
     def gradient_bytes(self) -> int:
         """Bytes of the fp32 gradient sums, which exist between steps."""
         return sum(gradient.nbytes for gradient in self.state.gradients.values())
-
-    def trim(self) -> None:
-        """Return unused memory of the pool to the system."""
-        CpuDevice().trim()
 
     def findings(self) -> dict[str, Any]:
         """Return figures of the last step."""

@@ -21,7 +21,6 @@ from transformers_training import tiled_loss  # of scripts/, which experiments.h
 
 from sppo.config import ModelConfig
 from sppo.cost.candidate import layers_of_stages
-from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.initialize import initial_weights
 from sppo.model.rope import rotary_table
 
@@ -34,14 +33,12 @@ class TorchPipeline:
         tokens_MT: Tokens of M sequences, each with one more token than its length: the last is a
             label.
         rank: Rank in the default process group, which is the pipeline.
-        pool: Use SPPO's memory pool instead of torch's own allocator.
     """
 
     gradient_bytes = 0
     """Bytes of gradients between steps: none, because a step allocates them."""
 
-    def __init__(self, model: ModelConfig, tokens_MT: Tensor, *, rank: int, pool: bool) -> None:
-        self._pool = install_cpu_allocator() if pool else None
+    def __init__(self, model: ModelConfig, tokens_MT: Tensor, *, rank: int) -> None:
         self._inputs_MS, self._labels_MS = tokens_MT[:, :-1], tokens_MT[:, 1:]
         stages = dist.get_world_size()
         self._is_first, self._is_last = rank == 0, rank == stages - 1
@@ -50,11 +47,6 @@ class TorchPipeline:
         self._stage.load_state_dict({name: weights[name] for name in self._stage.state_dict()})
         self._schedule = _schedule(self._stage, model, self._inputs_MS, rank=rank, stages=stages)
         self._loss = 0.0
-
-    def trim(self) -> None:
-        """Return unused memory of the pool to the system."""
-        if self._pool is not None:
-            self._pool.trim()
 
     def step(self) -> None:
         """Run forward and backward of the mean loss of all sequences."""

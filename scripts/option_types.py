@@ -26,19 +26,10 @@ def positive(text: str) -> int:
 
 def output_file(text: str) -> Path:
     """Return the path of a file that can be written; its directory need not exist yet."""
-    return _writable(text, plots=())
-
-
-def plot_file(text: str) -> Path:
-    """Return the path of a PNG that can be written; its directory need not exist yet."""
-    return _writable(text, plots=("file",))
-
-
-def _writable(text: str, *, plots: tuple[str, ...]) -> Path:
     path = Path(text)
     try:
         if path.parent.exists():
-            check_output_files({"file": path}, plots=plots)
+            check_output_files({"file": path})
         else:
             check_new_directory(path)
     except ValueError as error:
