@@ -9,8 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +52,11 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
     watcher.begin("disk", total=1 + len(requests) * rounds)
     memory_bytes = 2 * max(requests)
     memory = HostArena(memory_bytes).tensor(0, (memory_bytes,), torch.uint8).numpy()
-    with opened_tier(directory, file_size_bytes(quick=quick)) as tier:
+    size_bytes = _QUICK_FILE_BYTES if quick else _FILE_BYTES
+    with ExitStack() as stack:
+        pool = stack.enter_context(closing(WorkerPool("sppo disk")))
+        tier = stack.enter_context(closing(FileTier(directory, size_bytes, pool)))
+        stack.callback(pool.drain)
         _fill_with_noise(memory)
         halves = np.split(memory, 2)
         _write_all(tier, halves[0])
@@ -77,24 +80,6 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
     )
 
 
-@contextmanager
-def opened_tier(directory: Path, size_bytes: int) -> Iterator[FileTier]:
-    """Open a file tier with threads of its own for the duration of the context."""
-    with (
-        closing(WorkerPool("sppo disk")) as pool,
-        closing(FileTier(directory, size_bytes, pool)) as tier,
-    ):
-        try:
-            yield tier
-        finally:
-            pool.drain()
-
-
-def file_size_bytes(*, quick: bool) -> int:
-    """Return the disk space that the measurement needs."""
-    return _QUICK_FILE_BYTES if quick else _FILE_BYTES
-
-
 def check_disk(directory: Path, *, quick: bool) -> None:
     """Check before measuring that ``directory`` can be used.
 
@@ -108,7 +93,7 @@ def check_disk(directory: Path, *, quick: bool) -> None:
         )
     if not os.access(directory, os.W_OK):
         raise ValueError(f"--disk {directory}: cannot be written to; name a directory that can")
-    room, needed = disk_room(directory), file_size_bytes(quick=quick)
+    room, needed = disk_room(directory), _QUICK_FILE_BYTES if quick else _FILE_BYTES
     if needed > room.usable_bytes:
         raise OSError(
             errno.ENOSPC,

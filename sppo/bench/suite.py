@@ -13,10 +13,10 @@ import torch
 from sppo.bench.attention import (
     AttentionRates,
     DocumentSeconds,
+    attention_problems,
     measure_attention,
     measure_documents,
 )
-from sppo.bench.attention_grid import attention_problems
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -28,18 +28,13 @@ _WARM_S = 0.05
 _LONG_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one call: median, least and most over all rounds."""
+class Timing(NamedTuple):
+    """Seconds of one call over all rounds."""
 
     median_s: float
-    least_s: float
-    most_s: float
-
-    @property
-    def spread(self) -> float:
-        """Difference between the fastest and the slowest round, relative to the median."""
-        return (self.most_s - self.least_s) / self.median_s
+    """Median over the rounds."""
+    spread: float
+    """Difference between the fastest and the slowest round, relative to the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +93,7 @@ class KernelBench:
                 if turn < self.rounds.count_long or known_s <= _LONG_S:
                     seconds[key].append(self._time_round(make(), known_s=known_s))
                 self.watcher.advance()
-        timings = {
-            key: Timing(statistics.median(values), min(values), max(values))
-            for key, values in seconds.items()
-        }
+        timings = {key: _timing(values) for key, values in seconds.items()}
         self.spreads.extend(timing.spread for timing in timings.values())
         return timings
 
@@ -130,3 +122,8 @@ class KernelBench:
     def _synchronise(self) -> None:
         if self.operands.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _timing(seconds: Sequence[float]) -> Timing:
+    median_s = statistics.median(seconds)
+    return Timing(median_s, (max(seconds) - min(seconds)) / median_s)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from sppo.schedule.timeline import IdleCause, Timeline
-
-_CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
+from sppo.schedule.timeline import Timeline
 
 
 def timeline_report(timeline: Timeline) -> dict[str, object]:
@@ -23,6 +21,13 @@ def timeline_report(timeline: Timeline) -> dict[str, object]:
     """
     ranks = timeline.ranks
     buckets = sorted({name for track in ranks for name in track.memory} - {"total"})
+
+    def peaks(bucket: str) -> list[float]:
+        return [
+            _plain(track.memory[bucket].peak_bytes) if bucket in track.memory else 0
+            for track in ranks
+        ]
+
     return {
         "schedule": timeline.schedule.name,
         "program_digest": timeline.schedule.digest(),
@@ -39,16 +44,8 @@ def timeline_report(timeline: Timeline) -> dict[str, object]:
         "bubble_s": [track.idle_s("bubble") for track in ranks],
         "exposed_communication_s": [track.idle_s("communication") for track in ranks],
         "exposed_copy_s": [track.idle_s("copy") for track in ranks],
-        "device_peak_bytes": [
-            _plain(track.memory["total"].peak_bytes) if track.memory else 0 for track in ranks
-        ],
-        "device_peak_bytes_by_bucket": {
-            name: [
-                _plain(track.memory[name].peak_bytes) if name in track.memory else 0
-                for track in ranks
-            ]
-            for name in buckets
-        },
+        "device_peak_bytes": peaks("total"),
+        "device_peak_bytes_by_bucket": {bucket: peaks(bucket) for bucket in buckets},
     }
 
 

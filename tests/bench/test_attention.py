@@ -2,8 +2,14 @@
 
 import pytest
 
-from sppo.bench.attention import AttentionRates, attention_points, measure_attention
-from sppo.bench.attention_grid import AttentionShape, Heads, attention_problems
+from sppo.bench.attention import (
+    AttentionRates,
+    AttentionShape,
+    Heads,
+    attention_points,
+    attention_problems,
+    measure_attention,
+)
 from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cli.bench_tables import attention_screen
 from sppo.config.model import ModelConfig
@@ -41,7 +47,7 @@ def test_a_slow_device_gets_shorter_spans(operands, monkeypatch):
 
 
 def test_rates_are_over_visible_pairs():
-    timings = {(SPAN, "forward"): Timing(2e-3, 1, 1), (SPAN, "backward"): Timing(4e-3, 1, 1)}
+    timings = {(SPAN, "forward"): Timing(2e-3, 0.0), (SPAN, "backward"): Timing(4e-3, 0.0)}
     (point,) = attention_points(timings)
     pairs = 4096 * (32768 - 4096) + 4096 * 4097 / 2
     assert (point.dtype, point.head_size, point.queries, point.keys) == ("bf16", 128, 4096, 32768)
@@ -69,8 +75,8 @@ def test_the_table_has_a_row_per_span_and_a_column_per_ratio():
     timings = {}
     for (queries, keys), forward_s in seconds.items():
         shape = AttentionShape("bf16", queries, keys, Heads(32, 8), 128)
-        timings[shape, "forward"] = Timing(forward_s, 1, 1)
-        timings[shape, "backward"] = Timing(2 * forward_s, 1, 1)
+        timings[shape, "forward"] = Timing(forward_s, 0.0)
+        timings[shape, "backward"] = Timing(2 * forward_s, 0.0)
     found = AttentionRates(Heads(32, 8), {("bf16", 128): "cudnn"}, attention_points(timings))
     title, table = attention_screen(found)
     assert "Attention of 32/8 heads over visible pairs, TFLOP/s, measured" in title

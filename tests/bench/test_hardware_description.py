@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench import hardware_description as description
-from sppo.bench.attention import AttentionRates
-from sppo.bench.attention_grid import Heads
+from sppo.bench.attention import AttentionRates, Heads
 from sppo.bench.hardware_description import describe, described_machine, starting_description
 from sppo.bench.suite import Measurements
 from sppo.hardware.file import hardware_json, read_hardware

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sppo.bench import attention, elementwise, gemm
-from sppo.bench.attention_grid import attention_problems
+from sppo.bench.attention import attention_problems
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES
 from sppo.bench.timing import KernelBench, Rounds, Timing
@@ -19,15 +19,11 @@ CPU = PRESETS["laptop-cpu"].device
 ONCE = Rounds(count=1, window_s=0.0)
 
 
-def timing(seconds):
-    return Timing(seconds, seconds, seconds)
-
-
 def test_gemm_rates_predict_the_time_they_came_from():
-    timings = {("bf16", 512, 256, "forward"): timing(1e-3)}
+    timings = {("bf16", 512, 256, "forward"): Timing(1e-3, 0.0)}
     timings |= {
-        ("bf16", 512, 256, "input"): timing(2e-3),
-        ("bf16", 512, 256, "weight"): timing(3e-3),
+        ("bf16", 512, 256, "input"): Timing(2e-3, 0.0),
+        ("bf16", 512, 256, "weight"): Timing(3e-3, 0.0),
     }
     device = replace(CPU, gemm_points=gemm.gemm_points(timings))
     for product, seconds in (("forward", 1e-3), ("input", 2e-3), ("weight", 3e-3)):
@@ -38,7 +34,7 @@ def test_gemm_rates_predict_the_time_they_came_from():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_elementwise_rates_predict_the_time_they_came_from(dtype):
     kernels = list(elementwise.kernels_of(dtype, device="cpu"))
-    timings = {(kernel, dtype, 4096): timing(1e-3 * n) for n, kernel in enumerate(kernels, 1)}
+    timings = {(kernel, dtype, 4096): Timing(1e-3 * n, 0.0) for n, kernel in enumerate(kernels, 1)}
     device = replace(CPU, elementwise_points=elementwise.elementwise_points(timings))
     for n, kernel in enumerate(kernels, 1):
         seconds = work_seconds(
@@ -107,7 +103,7 @@ def test_the_grids_are_complete(operands):
 def test_a_slow_device_gets_smaller_shapes(operands, monkeypatch):
     monkeypatch.setattr(KernelBench, "time_once", lambda bench, call: 10.0)
     monkeypatch.setattr(
-        KernelBench, "time", lambda bench, subject, cases: dict.fromkeys(cases, timing(1))
+        KernelBench, "time", lambda bench, subject, cases: dict.fromkeys(cases, Timing(1, 0.0))
     )
     bench = bench_of(operands, ONCE)
     points = gemm.measure_gemm(bench, quick=False)
