@@ -73,36 +73,23 @@ def bench_screen(found: Measurements, output: Path | None) -> Screen:
         yield from copies_screen(copies)
     if found.overlap is not None:
         yield from overlap_screen(found.overlap)
+    median = statistics.median(found.spreads)
     yield (
         f"measured {len(found.spreads)} kernels, copies and shapes on {found.device} in "
-        f"{format_duration(found.wall_s)}; slowest round over fastest: "
-        f"{statistics.median(found.spreads):.0%} apart in the median, "
-        f"{max(found.spreads):.0%} at worst"
+        f"{format_duration(found.wall_s)}; slowest round over fastest: {median:.0%} apart in the "
+        f"median, {max(found.spreads):.0%} at worst"
     )
-    warning = unsteady_line(found.spreads)
-    if warning is not None:
-        yield warning
+    is_unsteady = median > _STEADY
+    if is_unsteady:
+        yield (
+            f"warning: half of the timings lay more than {median:.0%} apart, so other programs "
+            "kept this machine busy, and plans from these figures are off as much: end them and "
+            "measure again"
+        )
     if output is not None:
-        doubt = "" if warning is None else ", with the unsteady figures above"
+        doubt = ", with the unsteady figures above" if is_unsteady else ""
         yield Unbroken(f"written {output}{doubt}")
         yield Unbroken(f"in a run file: hardware: {{file: {output}}}")
-
-
-def unsteady_line(spreads: Sequence[float]) -> str | None:
-    """Return a warning if the timings are too unsteady to plan with, else None.
-
-    Args:
-        spreads: Difference between the slowest and fastest round of each timing, relative to the
-            median.
-    """
-    median = statistics.median(spreads)
-    if median <= _STEADY:
-        return None
-    return (
-        f"warning: half of the timings lay more than {median:.0%} apart, so other programs kept "
-        "this machine busy, and plans from these figures are off as much: end them and measure "
-        "again"
-    )
 
 
 # Rates of kernels

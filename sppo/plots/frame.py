@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def clean_axes(
     title: str,
     *,
     xlabel: str = "",
-    grid: Literal["y", "both"] | None = "y",
+    has_grid: bool = True,
     colour: str = INK,
 ) -> None:
     """Give axes a title, a label below, a pale grid, and no box.
@@ -55,32 +55,14 @@ def clean_axes(
         axes: Axes to change.
         title: What the axes show, and in which unit; written above them.
         xlabel: Meaning of the horizontal axis.
-        grid: Direction of the grid's lines; None for no grid.
+        has_grid: Whether to draw a horizontal line at each mark of the vertical axis.
         colour: Colour of the title.
     """
-    hide_spines(axes, "top", "left", "right")
+    axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(_AXIS)
     axes.tick_params(colors=QUIET, labelsize=SMALL_PT, length=0)
-    if grid is not None:
-        axes.grid(axis=grid, color=_GRID, linewidth=0.8)
+    if has_grid:
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
     axes.set_title(title, loc="left", color=colour, fontsize=SMALL_PT + 1, pad=8)
     axes.set_xlabel(xlabel, color=INK, fontsize=SMALL_PT + 1)
-
-
-def hide_spines(axes: Axes, *sides: str) -> None:
-    """Remove sides of the box around axes."""
-    for side in sides:
-        axes.spines[side].set_visible(False)
-
-
-def show_legend(axes: Axes) -> None:
-    """Draw the legend above on the right, on a white ground through which curves can be seen."""
-    axes.legend(
-        loc="upper right",
-        fontsize=SMALL_PT,
-        labelcolor=INK,
-        facecolor="white",
-        edgecolor="none",
-        framealpha=0.85,
-    )

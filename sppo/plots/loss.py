@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.output_file import write_figure
-from sppo.plots.frame import BLUE, PALE_BLUE, clean_axes, new_figure, show_legend, write_title
+from sppo.plots.frame import BLUE, INK, PALE_BLUE, SMALL_PT, clean_axes, new_figure, write_title
 from sppo.report.metrics import StepMetrics, read_metrics
 from sppo.units import format_count
 
@@ -85,7 +85,14 @@ def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
     axes.tick_params(labelbottom=False)
     axes.set_xlim(*_limits(numbers))
     axes.margins(y=0.08)
-    show_legend(axes)
+    axes.legend(
+        loc="upper right",
+        fontsize=SMALL_PT,
+        labelcolor=INK,
+        facecolor="white",
+        edgecolor="none",
+        framealpha=0.85,  # curves can be seen through it
+    )
 
 
 def _limits(numbers: Sequence[int]) -> tuple[float, float]:
@@ -138,7 +145,7 @@ def _draw_rate(axes: Any, steps: Sequence[StepMetrics]) -> None:
     axes.set_yticks([0, peak] if peak else [0])
     axes.set_yticklabels(["0", f"{peak:.2g}"] if peak else ["0"])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    clean_axes(axes, "learning rate", xlabel="step", grid=None, colour=_RATE)
+    clean_axes(axes, "learning rate", xlabel="step", has_grid=False, colour=_RATE)
 
 
 def _title(figure: Any, steps: Sequence[StepMetrics], *, name: str) -> None:

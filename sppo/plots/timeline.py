@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from sppo.output_file import write_figure
 from sppo.plots import timeline_style as style
-from sppo.plots.frame import hide_spines
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.timeline import Lane, Span, Timeline
 from sppo.units import MIB, format_bytes
@@ -118,7 +117,7 @@ def _axes(figure: Figure, bottom: float, height: float, end_s: float) -> Axes:
     left, width = _LEFT_INCHES / _WIDTH_INCHES, _PLOT_INCHES / _WIDTH_INCHES
     axes = figure.add_axes((left, bottom / total, width, height / total))
     axes.tick_params(labelbottom=False, labelsize=8, length=2)
-    hide_spines(axes, "top", "right")
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, end_s)
     return axes
 
@@ -169,7 +168,7 @@ def _draw_rows(axes: Axes, panel: _Panel, image: npt.NDArray[np.uint8], end_s: f
     middle = sum(panel.lanes["compute"]) / 2
     axes.set_yticks([rank + middle for rank in named], labels=[f"rank {rank}" for rank in named])
     axes.tick_params(axis="y", length=0)
-    hide_spines(axes, "left")
+    axes.spines["left"].set_visible(False)
     title = style.title(panel.timeline, is_abstract=panel.is_abstract)
     axes.set_title(title, fontsize=10, loc="left", pad=4)
     for number, (span, text, size, colour) in enumerate(_labels(panel, end_s)):

@@ -17,7 +17,7 @@ from sppo.bench.overlap import (
     measure_overlap,
 )
 from sppo.bench.suite import Measurements
-from sppo.cli.bench_tables import overlap_screen, unsteady_line
+from sppo.cli.bench_tables import overlap_screen
 from sppo.cli.printing import print_screen
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk import file_tier
@@ -51,11 +51,6 @@ def test_a_narrow_terminal_cuts_no_word():
     assert "…" not in text
     heading = next(line for line in text.splitlines() if line.startswith(" tokens"))
     assert heading.split()[-2:] == ["exposed", "change"]
-
-
-def test_unsteady_timings_are_said_not_to_be_planned_with():
-    assert unsteady_line([0.02, 0.1, 3.0]) is None
-    assert "half of the timings lay more than 164% apart" in unsteady_line([0.1, 1.64, 2.0])
 
 
 def test_what_copies_cost_is_within_reason():

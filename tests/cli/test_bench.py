@@ -102,6 +102,7 @@ def test_a_second_subject_joins_the_first(measured):
 def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypatch):
     monkeypatch.setattr(bench_tables, "_STEADY", 0.05)
     text = succeed("bench", "all", "-o", "hardware.json")
+    assert "half of the timings lay more than 10% apart" in text
     assert "written hardware.json, with the unsteady figures above" in text
 
 
