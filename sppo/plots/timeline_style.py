@@ -126,10 +126,10 @@ class Style:
 
     def look(self, action: Action) -> Look:
         """Return the name and the colour of an action."""
-        if action.num_shards > 1:
-            phase = self.phases.get((action.stage, action.sequence, action.subsequence))
-            if phase is not None:
-                name, colours = PHASES[phase]
+        phase = self.phases.get((action.stage, action.sequence, action.subsequence))
+        if phase is not None and action.num_shards > 1:
+            name, colours = PHASES[phase]
+            if action.kind in colours:  # copies of a shard look like other copies
                 return Look(name, colours[action.kind])
         if self._second is not None and action.kind in SECOND_COLOURS:
             by_stage = self._second == SECOND_STAGES

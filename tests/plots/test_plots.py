@@ -93,6 +93,15 @@ def test_both_phases_of_msp_have_their_colours(tmp_path):
     assert not phases & pixels(path)
 
 
+def test_copies_of_shards_look_like_other_copies():
+    words = {"ranks": 4, "sequences": 1, "subsequences": 8, "offload_ratio": "full"}
+    schedule = abstract_case(AbstractCase(schedule="sppo_msp", **words)).schedule
+    look = style.Style(schedule).look
+    copies = [a for program in schedule.programs for a in program if a.kind is ActionKind.D2H]
+    assert any(copy.num_shards > 1 for copy in copies)
+    assert {look(copy) for copy in copies} == {style.KINDS[ActionKind.D2H]}
+
+
 def test_the_legend_explains_shards_of_msp_where_there_are_some(monkeypatch):
     names = []
 
