@@ -36,7 +36,7 @@ from sppo.checkpoint.manifest import FileSum, find_absence, sum_files, why_absen
 from sppo.checkpoint.newest import (
     Checkpoint,
     InvalidCheckpointError,
-    held_checkpoint,
+    find_checkpoint,
     newest_valid,
 )
 from sppo.checkpoint.state_block import StateBlock, as_blocks
@@ -309,8 +309,7 @@ class CheckpointManager:
         whole = [path for _, path in list_checkpoints(self.directory) if path not in damaged]
         for path in [*whole[self._keep :], *damaged]:
             try:
-                if not remove_checkpoint(path):
-                    _logger.info("%s is being read and stays until the next save", path)
+                remove_checkpoint(path)
             except OSError as error:
                 _logger.warning("old checkpoint %s cannot be deleted: %s", path, error.strerror)
         self._damaged = {path for path in damaged if path.exists()}
@@ -329,36 +328,24 @@ def _copies(state: Mapping[str, StateBlock]) -> dict[str, StateBlock]:
     }
 
 
-def read_model(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return metadata and weights of a run's newest valid checkpoint, or of a given checkpoint.
+def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """Return the checkpoint that :func:`find_checkpoint` finds, and its fp32 weights by name.
+
+    A run may save checkpoints meanwhile: if it deletes the one that is read, a newer one is read.
 
     Args:
         path: Output directory of a run, its ``checkpoints`` directory, or one ``step_...`` in it.
 
-    Returns:
-        The checkpoint's metadata (see :func:`run_metadata`, with ``step``) and the fp32 weights on
-        the CPU by global name.
-
     Raises:
         InvalidCheckpointError: There is no checkpoint, or all are damaged.
     """
-    checkpoint, weights = read_weights(path)
-    return checkpoint.metadata, weights
-
-
-def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """Return the checkpoint that :func:`find_checkpoint` finds, and its fp32 weights by name.
-
-    A run may save checkpoints meanwhile; it does not delete the one that is being read.
-    """
     while True:
-        with held_checkpoint(path) as checkpoint:
-            try:
-                return checkpoint, _model_tensors(checkpoint.path)
-            except Exception:
-                if checkpoint.path.is_dir():
-                    raise
-        # A run deleted the checkpoint, on a file system without locks; the run has a newer one.
+        checkpoint = find_checkpoint(path)
+        try:
+            return checkpoint, _model_tensors(checkpoint.path)
+        except Exception:
+            if checkpoint.path.is_dir():
+                raise
 
 
 def _model_tensors(directory: Path) -> dict[str, Tensor]:

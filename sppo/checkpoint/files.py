@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sppo.output_file import sync_directory
@@ -61,27 +58,6 @@ def _listed(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-@contextmanager
-def held(path: Path) -> Iterator[bool]:
-    """Prevent runs from deleting the checkpoint at ``path``; yield False if it no longer exists.
-
-    Takes a shared lock of the directory; a run takes an exclusive lock before it deletes. On a file
-    system without locks nothing is prevented, and a reader must check that the directory exists.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        yield path.is_dir()
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        # The directory may have been renamed between opening and locking.
-        yield path.is_dir() and os.path.samestat(path.stat(), os.fstat(descriptor))
-    finally:
-        os.close(descriptor)
-
-
 def publish(partial: Path, target: Path) -> None:
     """Rename a complete ``partial`` to ``target`` durably, replacing an existing ``target``.
 
@@ -96,35 +72,9 @@ def publish(partial: Path, target: Path) -> None:
         shutil.rmtree(aside)
 
 
-def remove_checkpoint(path: Path) -> bool:
-    """Delete a checkpoint; rename it first, so that a kill leaves no partial checkpoint.
-
-    Returns:
-        Whether the checkpoint was deleted; one that is :func:`held` is not.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if _is_held(descriptor):
-            return False
-        aside = _set_aside(path)
-    finally:
-        os.close(descriptor)
-    shutil.rmtree(aside)
-    return True
-
-
-def _is_held(descriptor: int) -> bool:
-    """Try to lock a directory exclusively; return whether another process holds a lock.
-
-    Returns False on a file system without locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint; rename it first, so that a kill leaves no partial checkpoint."""
+    shutil.rmtree(_set_aside(path))
 
 
 def _set_aside(path: Path) -> Path:

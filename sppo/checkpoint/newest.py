@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sppo.checkpoint.files import (
     CHECKPOINTS_DIRECTORY,
     METADATA_FILE,
-    held,
     is_step_name,
     list_checkpoints,
     step_name,
@@ -24,12 +19,6 @@ from sppo.config.json_file import read_json
 from sppo.quoting import one_line, quoted
 
 _logger = logging.getLogger(__name__)
-_MOST_LEVELS = 2
-"""Largest number of missing path components for which similar runs are suggested."""
-_MOST_RUNS = 1000
-_SHOWN_RUNS = 3
-_ALIKE = 0.5
-"""Similarity of :mod:`difflib` from which on a run is suggested in place of a missing path."""
 
 
 class InvalidCheckpointError(ValueError):
@@ -62,27 +51,11 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
         NoCheckpointError: There is no checkpoint.
         InvalidCheckpointError: All checkpoints are damaged.
     """
-    with held_checkpoint(path) as checkpoint:
-        return checkpoint
-
-
-@contextmanager
-def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
-    """Find and verify the checkpoint at ``path``, and prevent its deletion within the context.
-
-    Args:
-        path: As in :func:`find_checkpoint`.
-
-    Raises:
-        NoCheckpointError: There is no checkpoint.
-        InvalidCheckpointError: All checkpoints are damaged.
-    """
-    path = Path(path)
-    place, is_one = _place(path)
-    with _one_held(place) if is_one else _newest_held(place) as (checkpoint, _):
-        if checkpoint is None:
-            raise _none_at(path)
-        yield checkpoint
+    place, is_one = _place(Path(path))
+    checkpoint = _one(place) if is_one else newest_valid(place)[0]
+    if checkpoint is None:
+        raise _none_at(Path(path))
+    return checkpoint
 
 
 def check_any(path: Path | str) -> None:
@@ -111,27 +84,8 @@ def _none_at(path: Path) -> NoCheckpointError:
     return NoCheckpointError(
         f"{path} holds no checkpoint{'' if path.is_dir() else ' (no such directory)'}: "
         f"give a run's output directory, which contains {CHECKPOINTS_DIRECTORY}/"
-        f"{step_name(12)} or the like, or one such checkpoint{_runs_nearby(path)}"
+        f"{step_name(12)} or the like, or one such checkpoint"
     )
-
-
-def _runs_nearby(path: Path) -> str:
-    """Return ". Did you mean runs/mine?", or a list of the runs beside ``path``, or ""."""
-    path = path.parent if path.name == CHECKPOINTS_DIRECTORY else path
-    missing = [path.name]
-    root = path.parent
-    while not root.is_dir() and root.name:
-        missing.insert(0, root.name)
-        root = root.parent
-    pattern = "/".join([*("*" for _ in missing), CHECKPOINTS_DIRECTORY])
-    some = islice(root.glob(pattern), _MOST_RUNS) if len(missing) <= _MOST_LEVELS else ()
-    runs = sorted(found.parent for found in some if list_checkpoints(found))
-    by_name = {str(run.relative_to(root)): run for run in runs}
-    close = get_close_matches("/".join(missing), by_name, n=1, cutoff=_ALIKE)
-    if close:
-        return f". Did you mean {by_name[close[0]]}?"
-    shown = ", ".join(str(run) for run in runs[:_SHOWN_RUNS])
-    return f". Runs with checkpoints: {shown}" if shown else ""
 
 
 def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
@@ -142,28 +96,15 @@ def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
     Raises:
         InvalidCheckpointError: All checkpoints are damaged.
     """
-    with _newest_held(directory) as found:
-        return found
+    while (found := _newest(directory)) is None:
+        pass  # a run deleted a checkpoint during the search, and has a newer one
+    return found
 
 
-@contextmanager
-def _newest_held(directory: Path) -> Iterator[tuple[Checkpoint | None, set[Path]]]:
-    """Yield the result of :func:`newest_valid`; no run deletes the checkpoint in the context."""
-    with ExitStack() as stack:
-        while (found := _newest(directory, stack)) is None:
-            stack.close()
-        yield found
-
-
-def _newest(directory: Path, stack: ExitStack) -> tuple[Checkpoint | None, set[Path]] | None:
-    """Return the result of :func:`newest_valid`, with the checkpoint held by ``stack``.
-
-    Returns None if a run deleted a checkpoint during the search, which must then be repeated.
-    """
+def _newest(directory: Path) -> tuple[Checkpoint | None, set[Path]] | None:
+    """Return the result of :func:`newest_valid`; None if a run deleted a checkpoint meanwhile."""
     damages: dict[Path, Damage] = {}
     for _, path in list_checkpoints(directory):
-        if not stack.enter_context(held(path)):
-            return None
         opened = find_damage(path) or _open(path)
         if isinstance(opened, Checkpoint):
             for bad, damage in damages.items():
@@ -181,20 +122,16 @@ def _newest(directory: Path, stack: ExitStack) -> tuple[Checkpoint | None, set[P
     return None, set()
 
 
-@contextmanager
-def _one_held(path: Path) -> Iterator[tuple[Checkpoint, set[Path]]]:
-    """Yield the checkpoint at ``path``, as :func:`_newest_held` does."""
-    with held(path) as is_there:
-        if not is_there:
-            raise InvalidCheckpointError(
-                f"{path} is not a directory; a checkpoint is one" + _deleted(path)
-            )
-        opened = find_damage(path) or _open(path)
-        if isinstance(opened, Damage):
-            raise InvalidCheckpointError(
-                f"checkpoint {path} is damaged: {opened}; use another one" + _deleted(path)
-            )
-        yield opened, set()
+def _one(path: Path) -> Checkpoint:
+    """Return the checkpoint at ``path`` itself, verified."""
+    opened = find_damage(path) or _open(path)
+    if not path.is_dir():
+        raise InvalidCheckpointError(
+            f"{path} is not a directory; a checkpoint is one" + _deleted(path)
+        )
+    if isinstance(opened, Damage):
+        raise InvalidCheckpointError(f"checkpoint {path} is damaged: {opened}; use another one")
+    return opened
 
 
 def _deleted(path: Path) -> str:

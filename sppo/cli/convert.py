@@ -121,9 +121,10 @@ def to_hf(
         max_shard_bytes = parse_size(max_shard_size)
         chosen = None if tokenizer is None else _chosen_extras(tokenizer)
         check_any(source)
-        from sppo.checkpoint.checkpoint import read_model
+        from sppo.checkpoint.checkpoint import read_weights
 
-        metadata, weights = read_model(source)
+        checkpoint, weights = read_weights(source)
+        metadata = checkpoint.metadata
         fields, trained_as = _trained(metadata, source=source)
         extras, reason = chosen or _run_extras(fields.get("from_hf"))
         if family is not None:

@@ -84,7 +84,7 @@ def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) 
             check_any(run.train.output)
         except NoCheckpointError as error:
             raise ValueError(
-                f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
+                f"train.output: {error}. To evaluate "
                 f"{run.initial_weights}, which the run starts from, write --initial (in Python "
                 "initial=True)"
             ) from None

@@ -1,9 +1,7 @@
 """Checkpoints: round trips, damage, full disks, background saves."""
 
 import errno
-import fcntl
 import logging
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -16,17 +14,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.checkpoint import checkpoint as checkpoint_module
-from sppo.checkpoint import files as checkpoint_files
 from sppo.checkpoint import manifest as checkpoint_manifest
 from sppo.checkpoint import newest as checkpoint_newest
 from sppo.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointManager,
-    read_model,
+    read_weights,
     run_metadata,
 )
 from sppo.checkpoint.files import list_checkpoints
-from sppo.checkpoint.newest import InvalidCheckpointError, find_checkpoint, held_checkpoint
+from sppo.checkpoint.newest import InvalidCheckpointError, find_checkpoint
 from sppo.config import RunConfig
 from tests.checkpoint.damage import flip_a_bit, truncate
 from tests.make import make_run
@@ -232,20 +229,20 @@ def test_weights_can_be_loaded_alone_and_narrower(tmp_path):
     assert torch.equal(weight[KEYS[0]], _state(1)[KEYS[0]].bfloat16())
 
 
-def test_read_model_takes_a_run_or_a_checkpoint_of_any_name(tmp_path):
+def test_read_weights_takes_a_run_or_a_checkpoint_of_any_name(tmp_path):
     run = tmp_path / "step_000001"  # a run may be called like a step
     _saved(run, 5, 7)
     shutil.copytree(run / "checkpoints" / "step_000007", tmp_path / "best")
     for path in (run, run / "checkpoints", run / "checkpoints" / "step_000007", tmp_path / "best"):
-        metadata, weights = read_model(path)
-        assert metadata["step"] == 7
+        checkpoint, weights = read_weights(path)
+        assert checkpoint.step == checkpoint.metadata["step"] == 7
         assert weights.keys() == {"embed.weight", "final_norm.weight"}
         assert torch.equal(weights["embed.weight"], _state(7)[KEYS[0]])
     newest = run / "checkpoints" / "step_000007"
     flip_a_bit(newest / "__0_0.distcp")
     with pytest.raises(InvalidCheckpointError, match=r"step_000007 is damaged: __0_0\.distcp"):
-        read_model(newest)
-    assert read_model(run)[0]["step"] == 5
+        read_weights(newest)
+    assert read_weights(run)[0].step == 5
 
 
 @pytest.mark.parametrize(
@@ -256,9 +253,9 @@ def test_read_model_takes_a_run_or_a_checkpoint_of_any_name(tmp_path):
         ("step_000003", "is not a directory"),
     ],
 )
-def test_read_model_without_a_checkpoint_says_what_to_give(tmp_path, below, says):
+def test_read_weights_without_a_checkpoint_says_what_to_give(tmp_path, below, says):
     with pytest.raises(InvalidCheckpointError, match=says):
-        read_model(tmp_path / below)
+        read_weights(tmp_path / below)
 
 
 # Readers beside a run ---------------------------------------------------------------------------
@@ -277,17 +274,9 @@ def _save_before(monkeypatch, owner, name, manager):
     monkeypatch.setattr(owner, name, call)
 
 
-def _has_locks(monkeypatch, has_locks):
-    fail = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
-    if not has_locks:
-        monkeypatch.setattr(fcntl, "flock", fail)
-
-
-@pytest.mark.parametrize("has_locks", [True, False])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (checkpoint_newest, "held"),
         (checkpoint_newest, "find_damage"),
         (checkpoint_newest, "_open"),
         (checkpoint_module, "saved_shapes"),
@@ -295,47 +284,18 @@ def _has_locks(monkeypatch, has_locks):
     ],
 )
 @pytest.mark.parametrize("keep", [1, *exhaustive(2)])
-def test_a_run_that_saves_at_any_moment_of_a_reader(
-    tmp_path, monkeypatch, owner, name, keep, has_locks
-):
-    _has_locks(monkeypatch, has_locks)
+def test_a_run_that_saves_at_any_moment_of_a_reader(tmp_path, monkeypatch, owner, name, keep):
     _save_before(monkeypatch, owner, name, _saved(tmp_path, 5, keep=keep))
-    metadata, weights = read_model(tmp_path)
-    step = metadata["step"]
+    checkpoint, weights = read_weights(tmp_path)
+    step = checkpoint.step
     assert 5 <= step <= 8
     assert torch.equal(weights["embed.weight"], _state(step)[KEYS[0]])
 
 
-def test_what_is_read_stays_until_the_next_save(tmp_path):
-    manager = _saved(tmp_path, 5, keep=1)
-    with held_checkpoint(tmp_path) as found:
-        manager.save(_state(6), step=6, metadata={})
-        assert found.path.is_dir()
-        assert _names(tmp_path) == ["step_000005", "step_000006"]
-    manager.save(_state(7), step=7, metadata={})
-    assert _names(tmp_path) == ["step_000007"]
-
-
-def test_a_checkpoint_that_cannot_be_deleted_is_not_kept_locked(tmp_path, monkeypatch):
-    manager = _saved(tmp_path, 5, keep=1)
-    old = tmp_path / "checkpoints" / "step_000005"
-
-    def fail(path):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(checkpoint_files, "_set_aside", fail)
-    manager.save(_state(6), step=6, metadata={})
-    descriptor = os.open(old, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    os.close(descriptor)
-
-
-@pytest.mark.parametrize("name", ["held", "find_damage"])
-def test_one_checkpoint_that_the_run_deletes_is_not_called_damaged(tmp_path, monkeypatch, name):
-    _has_locks(monkeypatch, False)
-    _save_before(monkeypatch, checkpoint_newest, name, _saved(tmp_path, 5, keep=1))
+def test_one_checkpoint_that_the_run_deletes_is_not_called_damaged(tmp_path, monkeypatch):
+    _save_before(monkeypatch, checkpoint_newest, "find_damage", _saved(tmp_path, 5, keep=1))
     with pytest.raises(InvalidCheckpointError, match="A run keeps its newest ones: name .*points"):
-        read_model(tmp_path / "checkpoints" / "step_000005")
+        read_weights(tmp_path / "checkpoints" / "step_000005")
 
 
 def test_names_that_change_while_they_are_read(tmp_path, monkeypatch):

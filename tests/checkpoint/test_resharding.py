@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_saver import save as save_plainly
 from typer.testing import CliRunner
 
-from sppo.checkpoint.checkpoint import CheckpointManager, read_model
+from sppo.checkpoint.checkpoint import CheckpointManager, read_weights
 from sppo.checkpoint.manifest import sum_files, write_manifest
 from sppo.checkpoint.newest import find_checkpoint
 from sppo.checkpoint.state_block import StateBlock
@@ -73,8 +73,8 @@ def test_blocks_may_be_views_into_larger_tensors(ranks, saved):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_process_reads_the_model(saved, layout):
-    metadata, weights = read_model(saved / layout)
-    assert (metadata["step"], metadata["by"]) == (3, layout)
+    checkpoint, weights = read_weights(saved / layout)
+    assert (checkpoint.step, checkpoint.metadata["by"]) == (3, layout)
     state = work.tensors_of(3)
     expected = {name for name in state if name.startswith("model.")}
     assert {f"model.{name}" for name in weights} == expected

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from sppo.checkpoint import checkpoint
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.newest import Checkpoint
 from sppo.cli.convert import app
 from sppo.config import PRESETS, ModelConfig
 from sppo.config.huggingface import read_model_fields
@@ -212,8 +213,8 @@ def test_to_hf_takes_what_belongs_to_the_model_it_started_from(
     config = run_config().model_dump(mode="json")
     config["model"]["from_hf"] = str(origin)
     monkeypatch.setattr("sppo.cli.convert.check_any", lambda path: None)
-    stored = ({"config": config}, initial_weights(MODEL, seed=3))
-    monkeypatch.setattr(checkpoint, "read_model", lambda path: stored)
+    stored = Checkpoint(tmp_path, 1, {"config": config}), initial_weights(MODEL, seed=3)
+    monkeypatch.setattr(checkpoint, "read_weights", lambda path: stored)
     done = convert("to-hf", tmp_path, tmp_path / "m", "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

@@ -108,7 +108,7 @@ def test_published_weights_before_any_training_on_request(trained):
     ("output", "says"),
     [
         ("uot", "train.output: uot holds no checkpoint (no such directory): "),
-        ("uot", "one such checkpoint. Did you mean out? To evaluate random weights"),
+        ("uot", "one such checkpoint. To evaluate random weights"),
         ("no/where/at/all", "random weights of seed 0, which the run starts from, write --initial"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sppo.checkpoint.checkpoint import read_model
+from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import load_run
 from sppo.model.hf_writing import save_hf_weights
 from sppo.model.initialize import initial_weights
@@ -162,15 +162,15 @@ def test_the_run_can_go_on_where_it_stopped(work, bad_steps):
     assert result.exit_code == 0
     after = tree(work / "out/checkpoints")
     assert {name: after[name] for name in before} == before
-    assert read_model("out")[0]["step"] == 6
+    assert read_weights("out")[0].step == 6
 
 
 def test_a_run_without_checkpoints_keeps_what_it_has(work, bad_steps):
     bad_steps.update(range(4, 100))
     result = call("train", "run.yaml", "train.steps=20", "train.nonfinite=stop")
     assert result.exit_code == 1
-    metadata, weights = read_model("out")
-    assert metadata["step"] == 3
+    checkpoint, weights = read_weights("out")
+    assert checkpoint.step == 3
     assert all(weight.isfinite().all() for weight in weights.values())
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from sppo.checkpoint.checkpoint import read_model
+from sppo.checkpoint.checkpoint import read_weights
 from sppo.engine.engine import Engine
 from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
 from sppo.training import sample_steps
@@ -153,7 +153,7 @@ def test_ranks_that_are_not_late_take_the_smaller_search_too():
 
 def trained(output):
     """What must be the same to the last bit: losses, norms, programs, weights."""
-    _, weights = read_model(output)
+    _, weights = read_weights(output)
     keys = ("loss", "grad_norm", "program_digest", "tokens")
     return [[step[key] for key in keys] for step in records(output)], weights
 

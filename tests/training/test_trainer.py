@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sppo.checkpoint.checkpoint import read_model
+from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import load_run
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
@@ -82,7 +82,7 @@ def test_losses_norms_and_weights_are_those_of_ordinary_training(work, run_file,
     _, steps, _ = train(run)
     assert [r["loss"] for r in steps] == pytest.approx(losses, rel=1e-5)
     assert [r["grad_norm"] for r in steps] == pytest.approx(norms, rel=1e-4)
-    for name, weight in read_model("out")[1].items():
+    for name, weight in read_weights("out")[1].items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -143,6 +143,6 @@ def test_starting_weights_are_those_of_the_directory_given(work, run_file):
     shape = {"preset": None, "vocab_size": VOCAB_SIZE, "num_layers": 1, "from_hf": "hf"}
     run = load_run(run_file(model=shape, train={"output": "second"}))
     assert run.model.hidden_size == 32
-    expected = read_model("first")[1]
+    expected = read_weights("first")[1]
     for name, weight in starting_weights(run):
         assert torch.equal(weight, expected[name]), name

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sppo.checkpoint.checkpoint import read_model
+from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import trainer
@@ -185,7 +185,7 @@ def assert_like_alone(directory, output):
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-6, nan_ok=True)
-    (_, weights), (_, others) = read_model(directory / output), read_model(directory / "alone")
+    (_, weights), (_, others) = read_weights(directory / output), read_weights(directory / "alone")
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sppo.checkpoint.checkpoint import read_model
+from sppo.checkpoint.checkpoint import read_weights
 from tests.checkpoint.damage import flip_a_bit
 from tests.conftest import LENGTH, SCREEN_LINES, tree, write_run, write_tokens
 from tests.tiers import default_of, exhaustive
@@ -67,9 +67,9 @@ class Run:
         )
         assert ours == theirs
         steps, weights = zip(
-            *(read_model(self.directory / name) for name in (output, "undisturbed")), strict=True
+            *(read_weights(self.directory / name) for name in (output, "undisturbed")), strict=True
         )
-        assert [metadata["step"] for metadata in steps] == [STEPS, STEPS]
+        assert [checkpoint.step for checkpoint in steps] == [STEPS, STEPS]
         for name, weight in weights[0].items():
             assert torch.equal(weight, weights[1][name]), name
 
