@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -174,23 +175,18 @@ def _wrong_size(path: Path, expected: int) -> str | None:
 
 
 def _wrong_content(directory: Path, files: Mapping[str, FileSum]) -> Damage | None:
-    blocks: list[_StoredBlock] = []
-    expected: list[str] = []
-    for name, file in files.items():
-        size, checksums = file.size_bytes, file.block_crc32
-        of_file = list(_blocks_of(directory / name, size))
-        if len(of_file) != len(checksums):
-            return Damage(MANIFEST_FILE, f"{len(checksums)} checksums for {name} of {size} bytes")
-        blocks += of_file
-        expected += checksums
     try:
-        for block, checksum, wanted in zip(blocks, _checksums(blocks), expected, strict=True):
-            if checksum != wanted:
-                last = block.first + block.size_bytes
-                problem = f"bytes {block.first}-{last} are not those that were written"
-                return Damage(block.path.name, f"{problem} (checksum {checksum}, not {wanted})")
+        there = sum_files(directory / name for name in files)
     except OSError as error:
         return Damage(Path(error.filename or "").name, f"cannot be read: {error.strerror}")
+    for name, file in files.items():
+        sums = zip_longest(there[name].block_crc32, file.block_crc32)
+        for number, (checksum, wanted) in enumerate(sums):
+            if checksum != wanted:
+                first, end = number * _BLOCK_BYTES, (number + 1) * _BLOCK_BYTES
+                place = f"bytes {first}-{min(end, file.size_bytes)}"
+                problem = f"{place} are not those that were written"
+                return Damage(name, f"{problem} (checksum {checksum}, not {wanted})")
     return None
 
 

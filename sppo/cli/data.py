@@ -17,7 +17,7 @@ from sppo.cli.printing import Screen, emit, item_table, print_json
 from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
-from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
+from sppo.data.samples.length_stats import LengthStats, length_stats
 from sppo.data.tokens import open_tokens
 from sppo.quoting import one_line
 from sppo.report.display import Display
@@ -135,7 +135,7 @@ def stats(
     with exit_codes():
         limit = _length(length)
         tokens = open_tokens(directory)
-        found = length_stats(tokens, document_lengths(tokens.document_offsets), length=limit)
+        found = length_stats(tokens, length=limit)
     emit(lambda: asdict(found), lambda: _screen(found), as_json=json_output)
 
 
@@ -234,8 +234,6 @@ def _report(prepared: PreparedTokens) -> str:
     meta = prepared.meta
     end = meta.tokenizer.end_of_document
     empty = prepared.num_empty_documents
-    lengths = prepared.document_tokens_percentiles
-    longer = prepared.documents_longer_than
     rows = {
         "documents": f"{meta.num_documents:,} from {counted(prepared.num_files, 'file')}"
         + (f" ({empty:,} empty ones left out)" if empty else ""),
@@ -243,10 +241,6 @@ def _report(prepared: PreparedTokens) -> str:
         f" {format_bytes(prepared.tokens_bytes)} as {meta.dtype}",
         "vocabulary": f"{meta.vocab_size:,} ids, {meta.max_id} the largest used;"
         + (" nothing ends a document" if end is None else f" {end} ends a document"),
-        "length": ", ".join(f"{name} {tokens:,}" for name, tokens in lengths.items()) + " tokens",
-        "longer than": ", ".join(
-            f"{format_tokens(int(tokens))}: {count:,}" for tokens, count in longer.items()
-        ),
     }
     if prepared.num_counting_tokens is not None:
         rows["loss mask"] = f"predicting {prepared.num_counting_tokens:,} of the tokens counts"

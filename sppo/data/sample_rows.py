@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sppo.config import RunConfig
 from sppo.data.run_tokens import samples_of
-from sppo.data.samples.step_samples import StepSamples
+from sppo.data.samples.sample_table import StepSamples
 from sppo.data.stream import counting_tokens, document_starts, read_ids
 from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData

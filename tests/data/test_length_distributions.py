@@ -62,12 +62,3 @@ def test_lengths_are_scaled_then_cut():
     assert np.abs(scaled - whole / 64).max() <= 1
     assert scaled.min() >= 1
     assert (cut == np.minimum(scaled, 300)).all()
-
-
-def test_bad_requests_say_what_is_wrong():
-    with pytest.raises(ValueError, match="choose one of magi, github"):
-        draw("gihub", 1, seed=0)
-    with pytest.raises(ValueError, match="scaled by 0"):
-        draw("magi", 1, seed=0, scale=0)
-    with pytest.raises(ValueError, match="at most 0 tokens"):
-        draw("magi", 1, seed=0, longest=0)

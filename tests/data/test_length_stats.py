@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.data.samples import length_stats as length_stats_module
-from sppo.data.samples.length_stats import document_lengths, length_stats
+from sppo.data.samples.length_stats import length_stats
 from sppo.data.samples.sample_table import sample_table
 from tests.data.streams import stream_of
 from tests.tiers import examples
@@ -15,8 +15,7 @@ documents = st.lists(st.integers(1, 1300), min_size=1, max_size=12)
 
 
 def stats_of(lengths, *, length=None, loss_mask=None):
-    data = stream_of(lengths, loss_mask=loss_mask)
-    return length_stats(data, document_lengths(data.document_offsets), length=length)
+    return length_stats(stream_of(lengths, loss_mask=loss_mask), length=length)
 
 
 @given(documents, st.integers(1, 1400))

@@ -58,7 +58,7 @@ def test_tokens_of_a_step_are_as_many_as_fit(lengths, epochs, shuffle):
 
 def test_a_step_has_no_more_samples_than_are_packed_together(monkeypatch):
     """A step late in a corpus that is ordered by length must not end the run."""
-    monkeypatch.setattr("sppo.data.samples.step_samples.MOST_SAMPLES", 100)
+    monkeypatch.setattr("sppo.data.samples.sample_table.MOST_SAMPLES", 100)
     training = documents_of([2] * 40, tokens_per_step=1000)
     assert len(training.step_samples(0)) == len(training.step_samples(100)) == 100
 

@@ -1,12 +1,12 @@
 """Finding the files to tokenize, and reading documents from them.
 
-A file is one document, unless each of its rows is: in a ``.jsonl`` file a line ``{"text": ...}``.
+A file is one document, unless each of its lines is: ``{"text": ...}`` in a ``.jsonl`` file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -127,7 +127,7 @@ def check_text_files(paths: Sequence[Path]) -> None:
         ValueError: A file is not text.
     """
     for path in paths:
-        if holds_rows(path):
+        if holds_lines(path):
             continue
         with reading(path), path.open("rb") as file:
             position = file.read(_HEAD_BYTES).find(b"\0")
@@ -147,17 +147,17 @@ def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
         ValueError: A file is unreadable or not UTF-8, or a line of a ``.jsonl`` file is invalid.
     """
     for path in paths:
-        if holds_rows(path):
-            yield from _ROW_READERS[path.suffix](path)
+        if holds_lines(path):
+            yield from _read_lines(path)
         else:
             with reading(path):
                 data = path.read_bytes()
             yield TextDocument(_decode(data, path), str(path), len(data))
 
 
-def holds_rows(path: Path) -> bool:
-    """Return whether each row of a file is a document, instead of the file."""
-    return path.suffix in _ROW_READERS
+def holds_lines(path: Path) -> bool:
+    """Return whether each line of a file is a document, instead of the file."""
+    return path.suffix == ".jsonl"
 
 
 def _read_lines(path: Path) -> Iterator[TextDocument]:
@@ -166,10 +166,6 @@ def _read_lines(path: Path) -> Iterator[TextDocument]:
             if line.strip():
                 source = f"{path}:{number}"
                 yield TextDocument(_text_of(line, source), source, len(line))
-
-
-_ROW_READERS: Mapping[str, Callable[[Path], Iterator[TextDocument]]] = {".jsonl": _read_lines}
-"""Readers of the rows of files, by suffix."""
 
 
 def _text_of(line: bytes, source: str) -> str:

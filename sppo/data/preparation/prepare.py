@@ -7,31 +7,27 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sppo.data.preparation.documents import check_text_files, find_files, reading
-from sppo.data.preparation.ids_files import scan_ids, without_masks
+from sppo.data.preparation.ids_files import IdsTokenizer, scan_ids, without_masks
 from sppo.data.preparation.token_writer import (
     TokenWriter,
     check_destination,
     move_into_place,
     temporary_sibling,
 )
-from sppo.data.preparation.tokenizer_file import load_tokenizer_file
+from sppo.data.preparation.tokenizer_file import FileTokenizer, load_tokenizer_file
 from sppo.data.preparation.tokenizers import (
     BYTE_END_OF_DOCUMENT,
     BYTE_VOCAB_SIZE,
     ByteTokenizer,
     EndOfDocument,
-    Tokenizer,
     end_id,
 )
 from sppo.data.tokens import META_FILE, TokenData, TokenMeta, open_tokens, verify_tokens
-from sppo.units import KIB, MIB, counted
+from sppo.units import counted
 
-_PERCENTILES = (0, 10, 50, 90, 99, 100)
-_LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
-"""Lengths in tokens above which long documents are counted."""
+Tokenizer = ByteTokenizer | IdsTokenizer | FileTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +56,6 @@ class PreparedTokens:
     source_bytes: int
     tokens_bytes: int
     """Size of ``tokens.bin``."""
-    document_tokens_percentiles: dict[str, int]
-    """Document length in tokens by percentile: p0, p10, ... p100."""
-    documents_longer_than: dict[str, int]
-    """Number of documents with more tokens than 16384, 131072 and 1048576."""
     num_counting_tokens: int | None
     """Number of tokens that the loss mask does not exclude; None without a mask."""
 
@@ -225,7 +217,6 @@ def _refuse_difference(existing: TokenData, written: TokenData) -> None:
 def _summary(
     data: TokenData, *, unchanged: bool, num_files: int, num_empty: int, source_bytes: int
 ) -> PreparedTokens:
-    lengths = np.diff(data.document_offsets)
     return PreparedTokens(
         directory=str(data.directory),
         unchanged=unchanged,
@@ -234,17 +225,7 @@ def _summary(
         num_empty_documents=num_empty,
         source_bytes=source_bytes,
         tokens_bytes=data.num_tokens * data.tokens.itemsize,
-        document_tokens_percentiles=percentiles(lengths),
-        documents_longer_than={
-            str(tokens): int(np.count_nonzero(lengths > tokens)) for tokens in _LONG_TOKENS
-        },
         num_counting_tokens=(
             None if data.loss_mask is None else int(np.count_nonzero(data.loss_mask))
         ),
     )
-
-
-def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Return the lengths at p0, p10, p50, p90, p99 and p100, each of which occurs."""
-    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf").tolist()
-    return {f"p{at}": int(value) for at, value in zip(_PERCENTILES, values, strict=True)}

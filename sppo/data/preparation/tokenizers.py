@@ -1,8 +1,9 @@
-"""Tokenizers, which convert documents to ids: the protocol, and the one for ``bytes``.
+"""Ids of documents as every tokenizer yields them, and the tokenizer of ``bytes``.
 
-Every tokenizer yields :class:`EncodedShard`. Bytes and ready-made ids are yielded in parts, so that
-a document may be larger than memory. Text of a tokenizer file is tokenized one document at a time,
-because cuts would change the ids (:mod:`sppo.data.preparation.tokenizer_file`).
+A tokenizer yields :class:`EncodedShard`, without the ids that end documents. Bytes and ready-made
+ids are yielded in parts, so that a document may be larger than memory. Text of a tokenizer file is
+tokenized one document at a time, because cuts would change the ids
+(:mod:`sppo.data.preparation.tokenizer_file`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.documents import holds_rows, read_text, reading
+from sppo.data.preparation.documents import holds_lines, read_text, reading
 from sppo.data.tokens import TokenizerDescription
 
 EndOfDocument = int | Literal["auto", "none"]
@@ -40,21 +41,6 @@ class EncodedShard:
     """[n] Whether predicting each id counts in the loss; None if all count."""
 
 
-class Tokenizer(Protocol):
-    """Interface of a tokenizer, as :func:`sppo.data.preparation.prepare.prepare_tokens` uses it."""
-
-    @property
-    def description(self) -> TokenizerDescription:
-        """Description of the tokenizer, recorded in ``meta.json``."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary; every id is below."""
-
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Yield the ids of all documents in the files, in order, without the end-of-document id."""
-
-
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
     """Tokenizer whose ids 0..255 are bytes, and by default 256 ends a document."""
@@ -74,7 +60,7 @@ class ByteTokenizer:
     def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
         """Yield the bytes of files in blocks, and the text of rows as UTF-8."""
         for path in paths:
-            if holds_rows(path):
+            if holds_lines(path):
                 for document in read_text([path]):
                     yield _bytes_shard(document.text.encode(), True, document.source_bytes)
                 continue

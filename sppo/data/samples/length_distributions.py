@@ -118,18 +118,7 @@ def draw(
 
     Returns:
         Length of each document in tokens, at least 1.
-
-    Raises:
-        ValueError: The name is unknown, or the scale, count or longest length is not above 0.
     """
-    if name not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise ValueError(f"length distribution {name!r}: not known; choose one of {known}")
-    if not (0 < scale < math.inf and count >= 1 and (longest is None or longest >= 1)):
-        raise ValueError(
-            f"{count} lengths scaled by {scale:g}, at most {longest} tokens: each of them must be "
-            "above 0"
-        )
     generator = np.random.Generator(np.random.PCG64(seed))
     lengths = np.rint(DISTRIBUTIONS[name].sample(generator, count) * scale)
     return tuple(np.clip(lengths, 1, longest).astype(np.int64).tolist())

@@ -9,17 +9,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.prepare import percentiles
 from sppo.data.stream import counting_tokens
 from sppo.data.tokens import TokenData
 from sppo.units import KIB
 
 _EDGES = (10, 50, 100, 200, 500, *(KIB << power for power in range(40)))
 """Upper lengths of buckets."""
+_PERCENTILES = (0, 10, 50, 90, 99, 100)
 _BLOCK_DOCUMENTS = 1 << 16
 
 
@@ -31,6 +32,12 @@ class DocumentLengths:
     """[num_documents] Lengths, ascending."""
     tokens_up_to: NDArray[np.int64]
     """[num_documents + 1] Sum of the lengths before each index of ``lengths``."""
+
+    @classmethod
+    def of(cls, data: TokenData) -> Self:
+        """Return the lengths of the documents of token data."""
+        lengths = np.sort(np.diff(data.document_offsets) - 1)
+        return cls(lengths, np.concatenate([[0], np.cumsum(lengths)]))
 
     @property
     def num_documents(self) -> int:
@@ -111,28 +118,15 @@ class LengthStats:
     """Figures for the requested ``sequence.length``; None if none was requested."""
 
 
-def document_lengths(document_offsets: NDArray[np.int64]) -> DocumentLengths:
-    """Sort the lengths of documents.
-
-    Args:
-        document_offsets: [num_documents + 1] Position of the first token of each document, then
-            num_tokens.
-    """
-    lengths = np.sort(np.diff(document_offsets) - 1)
-    return DocumentLengths(lengths, np.concatenate([[0], np.cumsum(lengths)]))
-
-
-def length_stats(
-    data: TokenData, distribution: DocumentLengths, *, length: int | None = None
-) -> LengthStats:
+def length_stats(data: TokenData, *, length: int | None = None) -> LengthStats:
     """Return the statistics of the documents of token data.
 
     Args:
         data: Open token data.
-        distribution: Lengths of its documents.
         length: A ``sequence.length`` for which figures are added; None for none.
     """
     counting, without = _count_labels(data)
+    distribution = DocumentLengths.of(data)
     longest = int(distribution.lengths[-1])
     edges = _EDGES[: bisect_left(_EDGES, longest) + 1]
     return LengthStats(
@@ -144,10 +138,16 @@ def length_stats(
         num_documents_without_labels=without,
         mean_length=distribution.num_tokens / data.num_documents,
         longest=longest,
-        length_percentiles=percentiles(distribution.lengths),
+        length_percentiles=_percentiles(distribution.lengths),
         buckets=tuple(_bucket(distribution, low, high) for low, high in pairwise([-1, *edges])),
         limit=None if length is None else _limit_stats(distribution, length=length),
     )
+
+
+def _percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
+    """Return the lengths at p0, p10, p50, p90, p99 and p100, each of which occurs."""
+    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf").tolist()
+    return {f"p{at}": int(value) for at, value in zip(_PERCENTILES, values, strict=True)}
 
 
 def _count_labels(data: TokenData) -> tuple[int, int]:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from sppo.config.problems import nearest
 from sppo.config.run import RunConfig
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
-from sppo.data.samples.sample_table import no_samples_problem, sample_table
-from sppo.data.samples.step_samples import StepSamples
+from sppo.data.samples.sample_table import StepSamples, no_samples_problem, sample_table
 from sppo.data.tokens import TOKENS_FILE, open_tokens
 from sppo.planning.corpus.search import DrawnSteps
 from sppo.quoting import quoted
