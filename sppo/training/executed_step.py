@@ -7,7 +7,6 @@ the latency of the network.
 
 from __future__ import annotations
 
-import logging
 import platform
 import time
 from collections.abc import Sequence
@@ -24,8 +23,6 @@ from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.training.job import Job
 from sppo.training.step import StepWork
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class StepTimelines:
@@ -39,6 +36,21 @@ class StepTimelines:
     """Figures of both."""
 
 
+@dataclass(frozen=True, slots=True)
+class _RankStep:
+    """Executed actions of one rank in a step, with their times; sent to rank 0."""
+
+    host: str
+    met_s: float
+    """Clock of the rank after the barrier of all ranks, in seconds."""
+    exposed_copy_s: float
+    """Seconds that the rank waited for copies."""
+    actions: tuple[Action, ...]
+    """Actions in the order of their execution."""
+    times_s: tuple[tuple[float, float], ...]
+    """(start, end) of each action on the clock of the rank."""
+
+
 def step_timelines(
     job: Job,
     plan: ExecutionPlan,
@@ -47,7 +59,7 @@ def step_timelines(
     *,
     exposed_copy_s: float,
 ) -> StepTimelines | None:
-    """Return the timelines of a step on rank 0, if one was executed. Collective.
+    """Return the timelines of the first pipeline in a step on rank 0, None elsewhere. Collective.
 
     The measured `idle_fraction` includes waits for copies, as the simulated one does; the measured
     `bubble_fraction` counts only the gaps between actions.
@@ -59,17 +71,28 @@ def step_timelines(
         executed: Actions that this rank executed; None if no step was executed.
         exposed_copy_s: Seconds that this rank waited for copies.
     """
-    measured = executed_timeline(executed, job)
-    waited_s = job.peers.all_gather(exposed_copy_s)
-    if measured is None or work is None:
+    if work is None or executed is None:  # on all ranks
         return None
+    job.peers.barrier()
+    own = _RankStep(
+        platform.node(),
+        time.perf_counter(),
+        exposed_copy_s,
+        tuple(done.action for done in executed.trace),
+        tuple((done.start_s, done.finish_s) for done in executed.trace),
+    )
+    steps = job.peers.all_gather(own)
+    if not job.mesh.is_main:
+        return None
+    pipeline = [steps[rank] for rank in job.mesh.pipeline_ranks]
+    measured = _timeline(executed, pipeline)
     if work.samples is None:
         case = simulated_plan(plan).case
     else:
-        step = work.samples.replica.plan
-        case = Case(step.program, step.evaluated.costs)
+        replica = work.samples.replica.plan
+        case = Case(replica.program, replica.evaluated.costs)
     planned = simulate(case.schedule, costs=case.costs)
-    exposed_s = tuple(waited_s[rank] for rank in job.mesh.pipeline_ranks)
+    exposed_s = tuple(step.exposed_copy_s for step in pipeline)
     all_ranks_s = len(measured.ranks) * measured.makespan_s
     exposed = sum(exposed_s) / all_ranks_s if all_ranks_s else 0.0
     planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
@@ -82,54 +105,6 @@ def step_timelines(
         bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
     )
     return StepTimelines(planned, measured, summary)
-
-
-@dataclass(frozen=True, slots=True)
-class _RankStep:
-    """Executed actions of one rank in a step, with their times; sent to rank 0."""
-
-    host: str
-    met_s: float
-    """Clock of the rank after the barrier of all ranks, in seconds."""
-    pipeline_rank: int
-    actions: tuple[Action, ...]
-    """Actions in the order of their execution."""
-    times_s: tuple[tuple[float, float], ...]
-    """(start, end) of each action on the clock of the rank."""
-
-
-def executed_timeline(executed: StepResult | None, job: Job) -> Timeline | None:
-    """Return the measured timeline of the first pipeline on rank 0, and None on other ranks.
-
-    Collective: every rank must call it. Returns None on all ranks if no step was executed.
-    """
-    if not job.peers.any(executed is not None):
-        return None
-    assert executed is not None, "all ranks have done the same steps"
-    job.peers.barrier()
-    own = _RankStep(
-        platform.node(),
-        time.perf_counter(),
-        job.mesh.at.pipeline,
-        tuple(done.action for done in executed.trace),
-        tuple((done.start_s, done.finish_s) for done in executed.trace),
-    )
-    steps = job.peers.all_gather(own)
-    if not job.mesh.is_main:
-        return None
-    pipeline = [steps[rank] for rank in job.mesh.pipeline_ranks]
-    # Replicas have samples of their own, and then programs of their own.
-    alike = [n for n in range(len(steps)) if _runs_the_first_program(n, job)]
-    others = [n for n in alike if steps[n].actions != pipeline[steps[n].pipeline_rank].actions]
-    if others:
-        _log.warning("ranks %s executed another program than the first pipeline", others)
-    return _timeline(executed, pipeline)
-
-
-def _runs_the_first_program(rank: int, job: Job) -> bool:
-    """Return whether a rank has the program of its place in the first pipeline."""
-    replica = job.mesh.shape.coordinates(rank).data
-    return job.run.data.samples == "stream" or replica == job.mesh.at.data
 
 
 def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:

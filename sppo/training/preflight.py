@@ -257,55 +257,48 @@ def check_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
             f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
             "again on this machine"
         )
-    if free.kind == "cuda":
-        host = _host_buckets(run, plan)
-        _check_tier(run, plan, "host", buckets=host, room_bytes=free.host_bytes)
-    behind = max(plan.rank_tier_buckets("disk"), key=lambda buckets: sum(buckets.values()))
-    if not any(behind.values()):
-        return
-    if disk is None:
-        raise ValueError(
-            "the plan needs a disk: write activations.disk=DIR, on a fast local "
-            "disk, and solve again with it"
-        )
-    room_bytes = free.disk.usable_bytes // free.local_ranks
-    _check_tier(run, plan, "disk", buckets=behind, room_bytes=room_bytes)
-
-
-def _host_buckets(run: RunConfig, plan: ExecutionPlan) -> Mapping[str, int]:
-    """Return the bytes, by bucket, of the rank that takes most host memory behind its GPU.
-
-    With ``checkpoint.async_save`` the copy of the state that is written in the background counts,
-    too, even if the plan was made without it.
-    """
-    saved = checkpoint_bytes(plan.candidate()) if run.checkpoint.async_save else repeat(0)
-    ranks = [
-        {**buckets, SAVED_IN_BACKGROUND: copied}
-        for buckets, copied in zip(plan.rank_tier_buckets("host"), saved, strict=False)
-    ]
-    return max(ranks, key=lambda buckets: sum(buckets.values()))
-
-
-def _check_tier(
-    run: RunConfig,
-    plan: ExecutionPlan,
-    place: Literal["host", "disk"],
-    *,
-    buckets: Mapping[str, int],
-    room_bytes: int,
-) -> None:
-    """Raise MemoryError if a rank stores more bytes in a tier, by bucket, than there is room."""
-    if sum(buckets.values()) > room_bytes:
-        raise MemoryError(
-            tier_too_small(
-                run,
-                plan.candidate(),
-                plan.placement(),
-                place=place,
-                buckets=buckets,
-                room_bytes=room_bytes,
+    places: tuple[Literal["host", "disk"], ...] = (
+        ("host", "disk") if free.kind == "cuda" else ("disk",)
+    )
+    for place in places:
+        buckets = _fullest_rank(run, plan, place)
+        if place == "disk" and disk is None and any(buckets.values()):
+            raise ValueError(
+                "the plan needs a disk: write activations.disk=DIR, on a fast local "
+                "disk, and solve again with it"
             )
+        room_bytes = (
+            free.host_bytes if place == "host" else free.disk.usable_bytes // free.local_ranks
         )
+        if sum(buckets.values()) > room_bytes:
+            raise MemoryError(
+                tier_too_small(
+                    run,
+                    plan.candidate(),
+                    plan.placement(),
+                    place=place,
+                    buckets=buckets,
+                    room_bytes=room_bytes,
+                )
+            )
+
+
+def _fullest_rank(
+    run: RunConfig, plan: ExecutionPlan, place: Literal["host", "disk"]
+) -> Mapping[str, int]:
+    """Return the bytes, by bucket, of the rank that stores most in a tier.
+
+    With ``checkpoint.async_save`` the copy of the state that is written in the background counts in
+    host memory, too, even if the plan was made without it.
+    """
+    ranks = plan.rank_tier_buckets(place)
+    if place == "host":
+        saved = checkpoint_bytes(plan.candidate()) if run.checkpoint.async_save else repeat(0)
+        ranks = tuple(
+            {**buckets, SAVED_IN_BACKGROUND: copied}
+            for buckets, copied in zip(ranks, saved, strict=False)
+        )
+    return max(ranks, key=lambda buckets: sum(buckets.values()))
 
 
 def check_first_checkpoint(run: RunConfig) -> None:
