@@ -126,15 +126,8 @@ def _bounds(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rules_across_keys() -> str:
-    """Return the docstrings of the rules about several keys as a list, in source order."""
-    functions = [
-        value
-        for value in vars(rules).values()
-        if inspect.isfunction(value) and value.__module__ == rules.__name__
-    ]
-    texts = [inspect.getdoc(function) or "" for function in functions]
-    # A function that collects the problems of rules "yields" them; a rule's docstring is the rule.
-    return "\n".join(f"- {_flat(text)}" for text in texts if not text.startswith("Yield"))
+    """Return the docstrings of the rules about several keys as a list."""
+    return "\n".join(f"- {_flat(inspect.getdoc(rule) or '')}" for rule in rules.RULES)
 
 
 def commands_page() -> str:

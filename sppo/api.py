@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from sppo.config import RunConfig, load_run, run_sections
-from sppo.config.run_warnings import log_run_warnings
+from sppo.config.rules import log_run_warnings
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware
 from sppo.output_file import check_output_files, write_json

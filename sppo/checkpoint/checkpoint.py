@@ -92,7 +92,6 @@ def run_metadata(
         "sequences_consumed": sequences_consumed,
         "tokens_sha256": tokens_sha256,
         "sppo_version": __version__,
-        "config_digest": config.digest(),
         "config": config.model_dump(mode="json"),
     }
 

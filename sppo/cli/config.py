@@ -15,8 +15,8 @@ from sppo.cli.printing import print_json
 from sppo.config import ConfigError, load_run
 from sppo.config.huggingface_rope import ROPE_KEYS
 from sppo.config.problems import Problem
+from sppo.config.rules import log_run_warnings
 from sppo.config.run import RunConfig
-from sppo.config.run_warnings import log_run_warnings
 from sppo.config.yaml_file import format_yaml
 from sppo.training.input_checks import run_file_problems
 

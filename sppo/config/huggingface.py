@@ -33,15 +33,6 @@ supported."""
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
-def read_model_fields(directory: Path) -> dict[str, Any]:
-    """Return the fields of :class:`sppo.config.model.ModelConfig` in ``directory/config.json``.
-
-    Raises:
-        ValueError: There is no such file, or its family or a feature is not supported.
-    """
-    return model_fields(read_config(directory))
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the mapping in ``directory/config.json``.
 

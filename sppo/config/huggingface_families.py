@@ -10,7 +10,6 @@ from sppo.config.huggingface_settings import (
     Choice,
     Json,
     Key,
-    Setting,
     Windows,
     flag,
     integer,
@@ -25,7 +24,7 @@ class HfFamily:
 
     architecture: str
     """Class of transformers."""
-    settings: tuple[Setting, ...]
+    settings: tuple[Key | Choice | Windows | Rope, ...]
     """Keys of a ``config.json`` and the model fields that they determine."""
     defaults: Json
     """Values of keys that a ``config.json`` leaves out. Sizes have no default."""

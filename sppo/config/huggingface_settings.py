@@ -8,22 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from sppo.config.model import ModelConfig
 from sppo.quoting import quoted
 
 Json = Mapping[str, Any]
-
-
-class Setting(Protocol):
-    """Keys of a ``config.json`` that determine model fields."""
-
-    def read(self, config: Json) -> dict[str, Any]:
-        """Return model fields; raise ValueError for a value that is not supported."""
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys of a ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sppo.config.huggingface import read_model_fields
+from sppo.config.huggingface import model_fields, read_config
 from sppo.config.presets import PRESETS
 from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of
 from sppo.config.rules import broken_rules
@@ -198,7 +198,7 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
         return _overlay(PRESETS[preset], value)
     if directory is not None:
         try:
-            return _overlay(read_model_fields(Path(str(directory))), value)
+            return _overlay(model_fields(read_config(Path(str(directory)))), value)
         except ValueError as error:
             found.append(Problem("model.from_hf", quoted(directory), str(error)))
             return None

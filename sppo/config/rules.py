@@ -1,4 +1,4 @@
-"""Rules about more than one key, or about more than the type of a key.
+"""Rules about more than one key, or about more than the type of a key, and warnings.
 
 Each rule reads a run whose sections were parsed. If the run breaks it, the rule yields the path of
 a key and what to write instead.
@@ -6,6 +6,7 @@ a key and what to write instead.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -14,13 +15,15 @@ from sppo.config.problems import MISSING, Problem
 from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig
 from sppo.quoting import quoted
 
+_log = logging.getLogger(__name__)
+
 Broken = Iterator[tuple[str, str]]
 _AWAY = ("host", "disk")
 
 
 def broken_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield the problem of every rule that `run` breaks."""
-    for rule in _RULES:
+    for rule in RULES:
         for path, text in rule(run):
             value = attrgetter(path)(run)
             written = quoted(list(value)) if isinstance(value, tuple) else str(value)
@@ -279,7 +282,7 @@ def _positions_reach(run: RunConfig) -> Broken:
         yield "sequence.length", rule
 
 
-_RULES = (
+RULES = (
     _window_fits,
     _family_computes_it,
     _positions_reach,
@@ -296,3 +299,29 @@ _RULES = (
     _replicas_share_no_step,
     _replicas_get_samples,
 )
+
+
+def log_run_warnings(run: RunConfig) -> None:
+    """Log every warning about `run`; without handlers of the program they appear on stderr."""
+    for text in run_warnings(run):
+        _log.warning("warning: %s", text)
+
+
+def run_warnings(run: RunConfig) -> Iterator[str]:
+    """Yield warnings about what can be trained but probably should not be, one line each.
+
+    Sequences are longer than the context of published weights or a preset.
+    """
+    model, length = run.model, run.sequence.length
+    reach, scaling = model.context_reach, model.rope_scaling
+    is_published = model.preset is not None or model.from_hf is not None
+    if not is_published or reach is None or length <= reach:
+        return
+    original = reach
+    if scaling is not None and scaling.type == "yarn" and scaling.original_max_positions:
+        original = scaling.original_max_positions
+    yarn = f"{{type: yarn, factor: {-(-length // original)}, original_max_positions: {original}}}"
+    yield (
+        f"sequence.length {length} is beyond the {reach} positions of this model, and weights "
+        f"trained on those have never seen such; stretch them with e.g. model.rope_scaling={yarn}"
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -360,8 +358,3 @@ class RunConfig(Section):
     def initial_weights(self) -> str:
         """Name of the weights that the run starts from, for messages."""
         return self.model.from_hf or f"random weights of seed {self.train.seed}"
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the canonical JSON form: equal exactly for equal configurations."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
-from sppo.config.rules import broken_rules
-from sppo.config.run_warnings import log_run_warnings
+from sppo.config.rules import broken_rules, log_run_warnings
 from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import count_cores, find_gpus

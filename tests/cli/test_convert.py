@@ -10,7 +10,7 @@ from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.newest import Checkpoint
 from sppo.cli.convert import app
 from sppo.config import PRESETS, ModelConfig
-from sppo.config.huggingface import read_model_fields
+from sppo.config.huggingface import model_fields, read_config
 from sppo.model import hf_writing
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.hf_writing import save_hf_weights
@@ -83,7 +83,7 @@ def test_from_hf_checks_and_reshards(published, tmp_path):
         "tokenizer.json",
         *report["files"],
     }
-    assert read_model_fields(tmp_path / "m") == read_model_fields(published)
+    assert model_fields(read_config(tmp_path / "m")) == model_fields(read_config(published))
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["eos_token_id"] == [1, 2]
     before, after = (open_hf_weights(d, MODEL) for d in (published, tmp_path / "m"))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.config import PRESETS, ModelConfig, RopeScaling
-from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_model_fields
+from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
 from tests.tiers import examples
 
 SIZES = {
@@ -241,13 +241,13 @@ def test_refusals_name_key_value_and_what_is_supported(family, keys, words):
 )
 def test_directories(tmp_path, text, word):
     with pytest.raises(ValueError, match="nothing is downloaded"):
-        read_model_fields(tmp_path / "meta-llama")
+        model_fields(read_config(tmp_path / "meta-llama"))
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=word):
-        read_model_fields(tmp_path)
+        model_fields(read_config(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config_json("qwen3", head_dim=10)))
-    assert read_model_fields(tmp_path)["qk_norm"] is True
+    assert model_fields(read_config(tmp_path))["qk_norm"] is True
 
 
 # Export

@@ -273,17 +273,6 @@ def test_given_mappings_are_not_changed():
     assert json.dumps(raw) == before
 
 
-# Digest
-
-
-def test_the_digest_is_of_the_meaning_not_the_spelling(tmp_path):
-    first = load(tmp_path, ESSENTIALS.replace("64", "1Ki"))
-    second = load(tmp_path, "sequence: {length: 1024}\n" + ESSENTIALS.replace("sequence", "#"))
-    assert first.digest() == second.digest()
-    assert first.digest() != essential(tmp_path).digest()
-    assert len(first.digest()) == 64
-
-
 # Whatever is written
 
 

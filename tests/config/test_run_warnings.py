@@ -4,7 +4,7 @@ import pytest
 
 import sppo
 from sppo.config import load_run
-from sppo.config.run_warnings import run_warnings
+from sppo.config.rules import run_warnings
 from tests.conftest import succeed
 
 

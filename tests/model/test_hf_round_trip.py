@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.config.huggingface import read_model_fields
+from sppo.config.huggingface import model_fields, read_config
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_reading import open_hf_weights
@@ -39,7 +39,7 @@ def logits(model):
 def test_round_trip_is_exact(family, options, tmp_path):
     theirs, model = tiny_hf_model(family, **options)
     theirs.save_pretrained(tmp_path / "published", max_shard_size="20KB")
-    read = ModelConfig.model_validate(read_model_fields(tmp_path / "published"))
+    read = ModelConfig.model_validate(model_fields(read_config(tmp_path / "published")))
     assert read == model
 
     weights = open_hf_weights(tmp_path / "published", read)
@@ -55,7 +55,7 @@ def test_round_trip_is_exact(family, options, tmp_path):
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert torch.equal(logits(theirs), logits(again))
-    back = read_model_fields(tmp_path / "ours")
+    back = model_fields(read_config(tmp_path / "ours"))
     assert ModelConfig.model_validate(back) == model
 
 
