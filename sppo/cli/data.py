@@ -15,7 +15,7 @@ from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, emit, item_table, print_json
 from sppo.config.base import MOST_TOKENS
-from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
+from sppo.data.preparation.prepare import PreparedTokens, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
 from sppo.data.samples.length_stats import LengthStats, length_stats
 from sppo.data.tokens import open_tokens
@@ -218,10 +218,10 @@ class _Tokenizing(Display):
         if self._progress is not None:
             self._task = self._progress.add_task("MiB", total=None)
 
-    def show(self, progress: PrepareProgress) -> None:
+    def show(self, done_bytes: int, total_bytes: int, num_tokens: int) -> None:
         """Advance the bar, or print a line if it is time."""
-        now_s, tokens = time.monotonic(), f"{format_count(progress.num_tokens)} tokens"
-        done, total = progress.done_bytes // MIB, progress.total_bytes // MIB
+        now_s, tokens = time.monotonic(), f"{format_count(num_tokens)} tokens"
+        done, total = done_bytes // MIB, total_bytes // MIB
         if self._progress is not None:
             text = f"{tokens}, of MiB"
             self._progress.update(self._task, completed=done, total=total, description=text)

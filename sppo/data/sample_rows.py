@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from sppo.config import RunConfig
 from sppo.data.run_tokens import samples_of
 from sppo.data.samples.sample_table import StepSamples
-from sppo.data.stream import counting_tokens, document_starts, read_ids
 from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
@@ -121,7 +120,7 @@ class TrainingData(StepSamples):
         begin = 0
         for sample, length in zip(samples, self.lengths(samples), strict=True):
             first = self._first(sample)
-            ids = read_ids(self.data, first, first + length + 1)
+            ids = self.data.ids(first, first + length + 1)
             tokens.append(ids[:-1])
             labels.append(np.where(self._counts(sample), ids[1:], IGNORED_LABEL))
             inner = self._inner_starts(sample) - first
@@ -142,7 +141,7 @@ class TrainingData(StepSamples):
         """Return which labels of a sample are valid, bool [length]."""
         first_label = self._first(sample) + 1
         end = first_label + int(self.table.lengths[sample])
-        counts = counting_tokens(self.data, first_label, end)
+        counts = self.data.counts(first_label, end)
         counts[self._inner_starts(sample) - first_label] = False
         return counts
 
@@ -155,4 +154,4 @@ class TrainingData(StepSamples):
             return np.empty(0, dtype=np.int64)
         first_label = self._first(sample) + 1
         end = first_label + int(self.table.lengths[sample])
-        return document_starts(self.data, first_label, end)
+        return self.data.document_starts(first_label, end)

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.problems import nearest
-from sppo.data.array_file import map_array
+from sppo.data.array_file import map_array, require_whole
 from sppo.output_file import write_json
 from sppo.quoting import one_line, quoted
 from sppo.units import LARGEST_SIZE
@@ -41,6 +41,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dty
 _HASH_BLOCK_BYTES = 8 << 20
 _STARTS_BLOCK = 1 << 20
 _PREPARE_HINT = "prepare the data again with --force"
+_CHANGED = (
+    "the file has changed since it was written; copy it again or prepare it again with --force"
+)
 
 _Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
 
@@ -119,6 +122,55 @@ class TokenData:
     def vocab_size(self) -> int:
         """Size of the vocabulary of the tokenizer."""
         return self.meta.vocab_size
+
+    def ids(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the ids of tokens [low, high) of the stream, int64 [high - low].
+
+        Raises:
+            ValueError: An id is larger than any that was written, or the file has become shorter.
+        """
+        require_whole(self.tokens)
+        ids = self.tokens[low:high].astype(np.int64)
+        # A damaged file would otherwise surface as an index error deep inside a kernel.
+        largest = int(ids.max())
+        if largest > self.meta.max_id:
+            raise ValueError(
+                f"{self.directory / TOKENS_FILE}: id {largest} at token {low + int(ids.argmax())}, "
+                f"but the largest id written was {self.meta.max_id}: {_CHANGED}"
+            )
+        return ids
+
+    def document_starts(self, low: int, high: int) -> NDArray[np.int64]:
+        """Return the positions in [low, high) of the stream at which documents start, int64.
+
+        Raises:
+            ValueError: The file has become shorter.
+        """
+        require_whole(self.document_offsets)
+        starts = self.document_offsets[:-1]
+        begin, end = np.searchsorted(starts, (low, high))
+        return np.array(starts[begin:end], dtype=np.int64)
+
+    def counts(self, low: int, high: int) -> NDArray[np.bool_]:
+        """Return the loss mask of tokens [low, high) of the stream, bool [high - low].
+
+        True if predicting the token counts in the loss; True for all tokens without a loss mask.
+
+        Raises:
+            ValueError: A byte is neither 0 nor 1, or the file has become shorter.
+        """
+        if self.loss_mask is None:
+            return np.ones(high - low, dtype=np.bool_)
+        require_whole(self.loss_mask)
+        mask = self.loss_mask[low:high]
+        if mask.max(initial=0) > 1:
+            where = low + int(np.argmax(mask))
+            raise ValueError(
+                f"{self.directory / LOSS_MASK_FILE}: byte {self.loss_mask[where]} at token "
+                f"{where}, neither 0 nor 1: {_CHANGED}"
+            )
+        counts: NDArray[np.bool_] = mask != 0
+        return counts
 
 
 def dtype_name(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -201,8 +253,7 @@ def _verify(array: NDArray[Any], sha256: str, *, path: Path) -> None:
     if digest.hexdigest() != sha256:
         raise ValueError(
             f"{path}: sha256 {digest.hexdigest()[:12]}..., but {META_FILE} records"
-            f" {one_line(sha256, most=12)}...: the file has changed since it was written; copy it"
-            " again or prepare it again with --force"
+            f" {one_line(sha256, most=12)}...: {_CHANGED}"
         )
 
 
@@ -314,8 +365,7 @@ def _check_starts(offsets: NDArray[np.int64], meta: TokenMeta, *, path: Path) ->
     if meta.documents_sha256 not in (None, digest.hexdigest()):
         raise ValueError(
             f"{path}: sha256 of its starts {digest.hexdigest()[:12]}..., but {META_FILE} records "
-            f"{one_line(meta.documents_sha256, most=12)}...: the file has changed since it was "
-            f"written; copy it again or {_PREPARE_HINT}"
+            f"{one_line(meta.documents_sha256, most=12)}...: {_CHANGED}"
         )
 
 

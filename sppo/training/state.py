@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
+from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.lane import Lane
 from sppo.offload.state_memory import DiskMemory, StateMemory
@@ -167,7 +167,7 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     sharded = ShardedState(
         run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
-    streamed: dict[str, Any] = {"stages": sharded.names_of_stages, "device": place}
+    stages = sharded.names_of_stages
     streamed_weights = streamed_gradients = None
     with ExitStack() as on_failure:
         memory, lane = _tier(job, tiers)
@@ -176,9 +176,11 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
         weights, optimizer = _weights_and_optimizer(job, tiers, sharded, memory, lane)
         gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
         if lane is not None and tiers.streams_weights:
-            streamed_weights = StreamedWeights(weights, lane=lane, **streamed)
+            streamed_weights = StreamedWeights(weights, lane=lane, stages=stages, device=place)
         if lane is not None and tiers.streams_gradients:
-            streamed_gradients = StreamedGradients(gradients, lane=lane, **streamed)
+            streamed_gradients = StreamedGradients(
+                gradients, lane=lane, stages=stages, device=place
+            )
         device.trim()  # frees memory that only the initialization used
         used = weights if streamed_weights is None else streamed_weights
         summed = gradients if streamed_gradients is None else streamed_gradients
@@ -189,7 +191,12 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
             streamed_weights=streamed_weights,
             streamed_gradients=streamed_gradients,
             pipeline=pipeline,
-            **_engine_options(job, plan),
+            offloaded=_block_store(job, plan),
+            input_every=run.activations.input_every,
+            exchange=_exchange(run, job.mesh),
+            loss_terms=loss_terms(run),
+            stopwatch=device.stopwatch(),
+            debug=run.activations.debug,
         )
         on_failure.enter_context(closing(engine))
         if device.kind == "cuda":  # page-locking takes long, and other ranks would wait in a step
@@ -281,25 +288,17 @@ def check_communicators(taken_bytes: int, *, left_bytes: int, planned: MemoryBuc
         _log.info("%s", found)
 
 
-def _engine_options(job: Job, plan: ExecutionPlan) -> dict[str, Any]:
-    """Return the arguments of a rank's engine that do not depend on its tensors."""
-    run, device, disk = job.run, job.device, job.run.activations.disk
-    store = None
-    if may_offload(run, plan):
-        store = device.block_store(
-            plan,
-            disk=None if disk is None else Path(disk),
-            debug=run.activations.debug,
-            failed_step_timeout_s=job.failed_step_timeout_s,
-        )
-    return {
-        "offloaded": store,
-        "input_every": run.activations.input_every,
-        "exchange": _exchange(run, job.mesh),
-        "loss_terms": loss_terms(run),
-        "stopwatch": device.stopwatch(),
-        "debug": run.activations.debug,
-    }
+def _block_store(job: Job, plan: ExecutionPlan) -> BlockStore | None:
+    """Return the store of offloaded activations; None if no step may offload any."""
+    config = job.run.activations
+    if not may_offload(job.run, plan):
+        return None
+    return job.device.block_store(
+        plan,
+        disk=None if config.disk is None else Path(config.disk),
+        debug=config.debug,
+        failed_step_timeout_s=job.failed_step_timeout_s,
+    )
 
 
 def may_offload(run: RunConfig, plan: ExecutionPlan) -> bool:

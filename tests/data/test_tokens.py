@@ -12,7 +12,6 @@ from sppo.data import tokens
 from sppo.data.preparation import ids_files, token_writer
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.run_tokens import check_tokens
-from sppo.data.stream import counting_tokens
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
     LOSS_MASK_FILE,
@@ -179,9 +178,9 @@ def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path):
     directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
     (directory / "loss_mask.bin").write_bytes(bytes([1, 7, 0]))
     data = open_tokens(directory)
-    assert counting_tokens(data, 2, 3).tolist() == [False]
+    assert data.counts(2, 3).tolist() == [False]
     with pytest.raises(ValueError, match=r"loss_mask.bin: byte 7 at token 1, neither 0 nor 1"):
-        counting_tokens(data, 0, 3)
+        data.counts(0, 3)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,8 @@ from sppo.units import counted
 Tokenizer = ByteTokenizer | IdsTokenizer | FileTokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareProgress:
-    """Bytes read and tokens written so far."""
-
-    done_bytes: int
-    """Bytes of input read."""
-    total_bytes: int
-    num_tokens: int
-    """Tokens written."""
+OnProgress = Callable[[int, int, int], None]
+"""Function that is told the bytes of input read, all of them, and the number of tokens written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,7 @@ def prepare_tokens(
     vocab_size: int | None = None,
     end_of_document: EndOfDocument = "auto",
     force: bool = False,
-    on_progress: Callable[[PrepareProgress], None] | None = None,
+    on_progress: OnProgress = lambda done, total, tokens: None,
 ) -> PreparedTokens:
     """Tokenize ``inputs`` into the directory ``out``; on an error the disk is unchanged.
 
@@ -157,7 +150,7 @@ def _write(
     *,
     paths: Sequence[Path],
     total_bytes: int,
-    on_progress: Callable[[PrepareProgress], None] | None,
+    on_progress: OnProgress,
 ) -> int:
     """Write the token directory; return the number of empty documents, which are left out."""
     done_bytes = 0
@@ -169,8 +162,7 @@ def _write(
             if shard.ends_document:
                 writer.end_document()
             done_bytes += shard.source_bytes
-            if on_progress is not None:
-                on_progress(PrepareProgress(done_bytes, total_bytes, writer.num_tokens))
+            on_progress(done_bytes, total_bytes, writer.num_tokens)
         if writer.num_tokens == 0:
             raise ValueError(
                 f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: no tokens:"

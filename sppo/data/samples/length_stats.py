@@ -14,7 +14,6 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.stream import counting_tokens
 from sppo.data.tokens import TokenData
 from sppo.units import KIB
 
@@ -155,7 +154,7 @@ def _count_labels(data: TokenData) -> tuple[int, int]:
     counting, without = 0, 0
     for first in range(0, data.num_documents, _BLOCK_DOCUMENTS):
         offsets = np.asarray(data.document_offsets[first : first + _BLOCK_DOCUMENTS + 1])
-        counts = counting_tokens(data, int(offsets[0]), int(offsets[-1]))
+        counts = data.counts(int(offsets[0]), int(offsets[-1]))
         starts = offsets[:-1] - offsets[0]
         labels = np.add.reduceat(counts, starts, dtype=np.int64) - counts[starts]
         counting += int(labels.sum())
