@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from sppo.data.tokens import (
     TOKENS_FILE,
     TokenizerDescription,
     TokenMeta,
-    write_meta,
 )
 from sppo.native_build import built
+from sppo.output_file import write_json
 from tests import tiers
 from tests.ranks import RankPool
 from tests.unpainted import unpainted
@@ -100,7 +101,7 @@ def write_tokens(
         tokens_sha256=hashlib.sha256(tokens.tobytes()).hexdigest(),
         tokenizer=TokenizerDescription(name="ids", end_of_document=None),
     )
-    write_meta(directory / META_FILE, meta)
+    write_json(directory / META_FILE, asdict(meta))
     return directory
 
 

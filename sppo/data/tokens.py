@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,7 +24,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.problems import nearest
 from sppo.data.array_file import map_array, require_whole
-from sppo.output_file import write_json
 from sppo.quoting import one_line, quoted
 from sppo.units import LARGEST_SIZE
 
@@ -84,7 +83,7 @@ class TokenMeta:
     documents_sha256: str | None = None
     """Checksum of the starts in ``documents.npy``; None in data written without one."""
     loss_mask_sha256: str | None = None
-    """SHA-256 of ``loss_mask.bin``; None, and no key in ``meta.json``, without a loss mask."""
+    """SHA-256 of ``loss_mask.bin``; None without a loss mask."""
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
@@ -255,17 +254,6 @@ def _verify(array: NDArray[Any], sha256: str, *, path: Path) -> None:
             f"{path}: sha256 {digest.hexdigest()[:12]}..., but {META_FILE} records"
             f" {one_line(sha256, most=12)}...: {_CHANGED}"
         )
-
-
-def write_meta(path: Path, meta: TokenMeta) -> None:
-    """Write ``meta.json``, indented, with keys in the order of the class.
-
-    The key of the loss mask is left out without a loss mask, so that older versions read the file.
-    """
-    values = asdict(meta)
-    if meta.loss_mask_sha256 is None:
-        del values["loss_mask_sha256"]
-    write_json(path, values)
 
 
 def read_meta(path: Path) -> TokenMeta:

@@ -304,16 +304,15 @@ class NonFiniteGuard:
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that have NaN or infinite values."""
-    return [name for name, tensor in tensors.items() if not is_finite(tensor)]
+    """Return the names of the tensors that have NaN or infinite values.
 
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite.
-
-    NaN and infinity show in the minimum and maximum, which need no temporary memory.
+    These show in the minimum and maximum, which need no temporary memory.
     """
-    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
+    return [
+        name
+        for name, tensor in tensors.items()
+        if tensor.numel() and not all(bool(torch.isfinite(value)) for value in tensor.aminmax())
+    ]
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -16,11 +16,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
-from sppo.checkpoint.state_block import StateBlock
 from sppo.data.tokens import TokenData
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
@@ -47,7 +44,6 @@ from sppo.training.step import (
     StepSums,
     StepWork,
     first_of,
-    is_finite,
     nonfinite_names,
     run_step,
 )
@@ -86,7 +82,6 @@ def train(checked: CheckedRun) -> TrainingOutcome:
     job, started = checked.job, time.perf_counter()
     run, device = job.run, job.device
     device.begin()
-    _log.info("%s", device.describe_memory())
     before, files = device.held_bytes(), device.file_bytes()
     # Both calls that follow load libraries, whose memory belongs to the baseline.
     peak_flops_per_s = device.peak_flops_per_s(DTYPES[run.train.dtype])
@@ -383,12 +378,11 @@ class RunCheckpoints:
             state.sharded.gather(state.weights)
             if step < self._run.train.steps:
                 _log.info("going on after step %d from %s", step, checkpoint.path)
-        found = self._peers.all_gather(nonfinite_place(state.sharded.blocks(live)))
-        if bad := [place for place in found if place is not None]:
+        if bad := next(filter(None, self._peers.all_gather(nonfinite_names(live))), None):
             where = self._run.model.from_hf or self._run.train.output
             raise ValueError(
-                f"{where}: {bad[0]}; training would keep it, and no checkpoint with NaN or "
-                "infinity is saved: repair the weights"
+                f"{where}: not finite: {first_of(bad)}; training would keep it, and no checkpoint "
+                "with NaN or infinity is saved: repair the weights"
             )
         state.drop_pages()
         self._saved_step, self._saved_at = step, time.monotonic()
@@ -440,15 +434,3 @@ class RunCheckpoints:
         """Return whether the run has no checkpoint yet. Collective."""
         directory = self._manager.directory
         return self._peers.decided_by_main(lambda: not list_checkpoints(directory))
-
-
-def nonfinite_place(state: Mapping[str, StateBlock]) -> str | None:
-    """Return tensor and row of the first NaN or infinite value; None if all are finite."""
-    for name, block in state.items():
-        if block.tensor.numel() and not is_finite(block.tensor):
-            bad = ~torch.isfinite(block.tensor)
-            rows = bad.reshape(bad.shape[0], -1).any(1) if bad.dim() else bad.reshape(1)
-            first = int(rows.nonzero()[0]) + (block.offsets[0] if block.offsets else 0)
-            more = f" and {int(rows.sum()) - 1} more" if rows.sum() > 1 else ""
-            return f"{name} is not finite in row {first}{more} of {(*block.global_shape, 1)[0]}"
-    return None

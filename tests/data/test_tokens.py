@@ -160,7 +160,6 @@ def test_data_from_before_starts_were_summed_is_read(tmp_path):
 def test_data_without_a_loss_mask_is_as_it_was(tmp_path):
     directory = _prepare(tmp_path, [1, 2, 3])
     assert {path.name for path in directory.iterdir()} == TOKEN_DATA_FILES
-    assert "loss_mask_sha256" not in json.loads((directory / "meta.json").read_text())
     assert open_tokens(directory).loss_mask is None
 
 

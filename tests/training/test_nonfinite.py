@@ -237,7 +237,7 @@ def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, m
     result = call("train", "hf.yaml")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith(
-        "error: weights: model.embed.weight is not finite in row 3 and 1 more of"
+        "error: weights: not finite: model.embed.weight; training would keep it"
     )
     assert sorted(path.name for path in (work / "out").iterdir()) == [".lock"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -105,12 +105,16 @@ def prepare_tokens(
             move_into_place(temporary, out)
         else:
             _refuse_difference(existing, written)
-    return _summary(
-        replace(written, directory=out),
+    mask = written.loss_mask
+    return PreparedTokens(
+        directory=str(out),
         unchanged=existing is not None,
+        meta=written.meta,
         num_files=len(paths),
-        num_empty=num_empty,
+        num_empty_documents=num_empty,
         source_bytes=source_bytes,
+        tokens_bytes=written.num_tokens * written.tokens.itemsize,
+        num_counting_tokens=None if mask is None else int(np.count_nonzero(mask)),
     )
 
 
@@ -204,20 +208,3 @@ def _refuse_difference(existing: TokenData, written: TokenData) -> None:
             f" {'another' if with_mask else 'no'} loss mask; {_REPLACE}"
         )
     verify_tokens(existing)
-
-
-def _summary(
-    data: TokenData, *, unchanged: bool, num_files: int, num_empty: int, source_bytes: int
-) -> PreparedTokens:
-    return PreparedTokens(
-        directory=str(data.directory),
-        unchanged=unchanged,
-        meta=data.meta,
-        num_files=num_files,
-        num_empty_documents=num_empty,
-        source_bytes=source_bytes,
-        tokens_bytes=data.num_tokens * data.tokens.itemsize,
-        num_counting_tokens=(
-            None if data.loss_mask is None else int(np.count_nonzero(data.loss_mask))
-        ),
-    )

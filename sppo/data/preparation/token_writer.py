@@ -9,6 +9,7 @@ import uuid
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,9 +26,8 @@ from sppo.data.tokens import (
     TokenizerDescription,
     TokenMeta,
     dtype_name,
-    write_meta,
 )
-from sppo.output_file import FULL_ERRNOS
+from sppo.output_file import FULL_ERRNOS, write_json
 
 _BUFFER_BYTES = 1 << 20
 
@@ -140,7 +140,7 @@ class TokenWriter:
             documents_sha256=hashlib.sha256(starts.data).hexdigest(),
             loss_mask_sha256=None if self._mask is None else self._mask.finish(),
         )
-        write_meta(self._directory / META_FILE, meta)
+        write_json(self._directory / META_FILE, asdict(meta))
 
 
 class _SummedFile:

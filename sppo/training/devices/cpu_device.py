@@ -17,7 +17,7 @@ from sppo.engine.trace import Stopwatch
 from sppo.engine.unit import SequenceData
 from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.hardware.this_machine import describe_cpu, usable_memory_bytes
-from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
+from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.native.process_memory import (
     file_bytes,
@@ -73,10 +73,6 @@ class CpuDevice:
     def describe(self) -> str:
         """Return the number of threads, e.g. ``cpu with 2 threads``."""
         return f"cpu with {counted(torch.get_num_threads(), 'thread')}"
-
-    def describe_memory(self) -> str:
-        """Return a description of the allocator of CPU tensors, for the log."""
-        return f"memory of tensors: {describe_cpu_allocator()}"
 
     def machine(self) -> HardwareSpec:
         """Return the description of this machine's CPU and usable memory."""

@@ -64,14 +64,10 @@ SETTINGS = {
 
 def prepare_cuda() -> None:
     """Set :data:`SETTINGS` that the user has not set; must run before CUDA is first used."""
+    is_given = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     for name, value in SETTINGS.items():
-        if name not in ALLOCATOR_VARIABLES or _allocator_variable() is None:
+        if name not in ALLOCATOR_VARIABLES or not is_given:
             os.environ.setdefault(name, value)
-
-
-def _allocator_variable() -> str | None:
-    """Return the set variable with the settings of torch's allocator; None if none is set."""
-    return next((name for name in ALLOCATOR_VARIABLES if name in os.environ), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +131,6 @@ class CudaDevice:
     def describe(self) -> str:
         """Return the GPU's name and index."""
         return f"{_cuda.get_device_name(self.torch_device)} ({self.torch_device})"
-
-    def describe_memory(self) -> str:
-        """Return torch's caching allocator and its settings as text, for the log."""
-        name = _allocator_variable()
-        settings = "default settings" if name is None else f"{name}={os.environ[name]}"
-        return f"GPU tensors: torch's caching allocator, {settings}"
 
     def machine(self) -> HardwareSpec:
         """Return the description of this machine's GPUs and usable host memory."""
