@@ -78,7 +78,7 @@ class PlannedRank:
         """Run forward and backward of all sequences, and the update if there is one."""
         self.run(self._data, [self.plan.boundaries] * len(self._data))
         if self._updates:
-            self.state.optimizer.step(self.state.gradients, lr=3e-4)
+            self.state.optimizer.step(self.state.sharded.owned(self.state.gradients), lr=3e-4)
 
     def run(
         self,

@@ -39,7 +39,7 @@ from sppo.checkpoint.newest import (
     find_checkpoint,
     newest_valid,
 )
-from sppo.checkpoint.state_block import StateBlock, as_blocks
+from sppo.checkpoint.state_block import Blocks, StateBlock, as_blocks
 from sppo.checkpoint.tensors import (
     BlockKey,
     block_bytes,
@@ -137,7 +137,7 @@ class CheckpointManager:
 
     def save(
         self,
-        state: Mapping[str, Tensor | StateBlock],
+        state: Mapping[str, Tensor | StateBlock | Sequence[StateBlock]],
         *,
         step: int,
         metadata: Mapping[str, Any],
@@ -203,7 +203,11 @@ class CheckpointManager:
         )
         return checkpoint
 
-    def load_into(self, checkpoint: Checkpoint, state: Mapping[str, Tensor | StateBlock]) -> None:
+    def load_into(
+        self,
+        checkpoint: Checkpoint,
+        state: Mapping[str, Tensor | StateBlock | Sequence[StateBlock]],
+    ) -> None:
         """Fill the tensors of ``state`` in place; other tensors of the checkpoint are not read.
 
         Args:
@@ -221,7 +225,7 @@ class CheckpointManager:
         self._ranks.done_by_all(lambda: load_tensors(checkpoint.path, into=blocks))
         self._current_step = checkpoint.step
 
-    def _check_loadable(self, path: Path, blocks: Mapping[str, StateBlock]) -> None:
+    def _check_loadable(self, path: Path, blocks: Blocks) -> None:
         absence = None if self._ranks.rank == 0 else find_absence(path)
         if absence is not None:
             raise InvalidCheckpointError(
@@ -248,9 +252,7 @@ class CheckpointManager:
             raise _save_error(error, step=step, directory=self.directory, needed=needed) from error
         return needed
 
-    def _write(
-        self, state: Mapping[str, StateBlock], step: int, metadata: Mapping[str, Any], needed: int
-    ) -> None:
+    def _write(self, state: Blocks, step: int, metadata: Mapping[str, Any], needed: int) -> None:
         started, ranks = time.perf_counter(), self._writing_ranks
         own = partial_path(self.directory, step=step)
         try:
@@ -319,11 +321,11 @@ def _made(directory: Path) -> Path:
     return directory
 
 
-def _copies(state: Mapping[str, StateBlock]) -> dict[str, StateBlock]:
+def _copies(state: Blocks) -> Blocks:
     """Return CPU copies of the blocks, so that the caller may change ``state`` during the write."""
     return {
-        name: replace(block, tensor=block.tensor.detach().to("cpu", copy=True))
-        for name, block in state.items()
+        name: [replace(b, tensor=b.tensor.detach().to("cpu", copy=True)) for b in blocks]
+        for name, blocks in state.items()
     }
 
 

@@ -8,7 +8,7 @@ know the offsets of its distributed tensors only; these planners know the offset
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from sppo.checkpoint.state_block import StateBlock
+from sppo.checkpoint.state_block import Blocks, StateBlock
 
 
 class BlockSavePlanner(DefaultSavePlanner):
@@ -49,9 +49,14 @@ class BlockSavePlanner(DefaultSavePlanner):
 
         Vacant blocks are left out, because they may have the offsets of another block.
         """
-        blocks: Mapping[str, StateBlock] = self.state_dict
+        state: Blocks = self.state_dict
         self.plan = SavePlan(
-            [_write_item(name, block) for name, block in blocks.items() if not block.is_vacant]
+            [
+                _write_item(name, block)
+                for name, blocks in state.items()
+                for block in blocks
+                if not block.is_vacant
+            ]
         )
         return self.plan
 
@@ -97,11 +102,12 @@ class BlockLoadPlanner(DefaultLoadPlanner):
         """Plan to read the saved chunks that overlap each block with elements."""
         assert self.metadata is not None, "set up before planning"
         saved = self.metadata.state_dict_metadata
-        blocks: Mapping[str, StateBlock] = self.state_dict
+        state: Blocks = self.state_dict
         return LoadPlan(
             [
                 item
-                for name, block in blocks.items()
+                for name, blocks in state.items()
+                for block in blocks
                 if block.tensor.numel() > 0
                 for item in create_read_items_for_chunk_list(
                     name, _tensor_entry(saved[name]), [_chunk(block)]
@@ -130,10 +136,9 @@ def _chunk(block: StateBlock) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(block.offsets), sizes=block.tensor.shape)
 
 
-def _tensor_of(state: Mapping[str, StateBlock], index: MetadataIndex) -> Tensor:
-    block = state[index.fqn]
-    assert index.offset == block.offsets, f"{index} is not what this rank holds: {block.offsets}"
-    return block.tensor
+def _tensor_of(state: Blocks, index: MetadataIndex) -> Tensor:
+    (found,) = (b.tensor for b in state[index.fqn] if b.offsets == index.offset)
+    return found
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:

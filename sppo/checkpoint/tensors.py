@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from sppo.checkpoint.dcp_planners import BlockLoadPlanner, BlockSavePlanner
 from sppo.checkpoint.manifest import why_absent
-from sppo.checkpoint.state_block import StateBlock, whole
+from sppo.checkpoint.state_block import Blocks, whole
 from sppo.parallel.host_collectives import HostCollectives, portable
 from sppo.parallel.job.peer_errors import peer_errors
 
@@ -39,19 +39,18 @@ BlockKey = tuple[str, tuple[int, ...]]
 _NAMES_SHOWN = 5
 
 
-def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
+def block_bytes(state: Blocks) -> dict[BlockKey, int]:
     """Return an upper bound on the bytes that each block takes on the disk."""
     per_block = 4096  # torch.save's archive around each tensor, and its entry in the index
     return {
         (name, block.offsets): block.tensor.numel() * block.tensor.element_size() + per_block
-        for name, block in state.items()
+        for name, blocks in state.items()
+        for block in blocks
         if not block.is_vacant
     }
 
 
-def save_tensors(
-    state: Mapping[str, StateBlock], *, directory: Path, ranks: HostCollectives
-) -> list[Path]:
+def save_tensors(state: Blocks, *, directory: Path, ranks: HostCollectives) -> list[Path]:
     """Write the ``state`` of all ranks and its index into ``directory``. Collective.
 
     Every file is fsynced.
@@ -80,21 +79,25 @@ def save_tensors(
     return writer.files.written
 
 
-def check_fits(directory: Path, into: Mapping[str, StateBlock]) -> None:
+def check_fits(directory: Path, into: Blocks) -> None:
     """Raise ValueError if a checkpoint cannot fill the blocks of ``into``.
 
     Raises:
         ValueError: The checkpoint lacks tensors, or has them in other shapes; names them.
     """
     shapes = saved_shapes(directory)
-    faults = [fault for name in into if (fault := _fault(name, into[name], shapes))]
+    faults = [
+        fault
+        for name, blocks in into.items()
+        if blocks and (fault := _fault(name, blocks[0].global_shape, shapes))
+    ]
     if faults:
         more = len(faults) - _NAMES_SHOWN
         shown = "; ".join(faults[:_NAMES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
         raise ValueError(f"checkpoint {directory} is of another model: {shown}")
 
 
-def load_tensors(directory: Path, *, into: Mapping[str, StateBlock]) -> None:
+def load_tensors(directory: Path, *, into: Blocks) -> None:
     """Fill the blocks of ``into``, of any device and floating-point dtype, in place.
 
     Not collective: every rank reads the parts it needs. The caller has called :func:`check_fits`.
@@ -111,7 +114,7 @@ def read_tensors(directory: Path, *, names: Iterable[str]) -> dict[str, Tensor]:
     """Read whole tensors by name, in fp32 on the CPU; other tensors are not read."""
     shapes = saved_shapes(directory)
     tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
-    load_tensors(directory, into={name: whole(tensor) for name, tensor in tensors.items()})
+    load_tensors(directory, into={name: [whole(tensor)] for name, tensor in tensors.items()})
     return tensors
 
 
@@ -220,11 +223,11 @@ class _WatchedFile:
             raise
 
 
-def _fault(name: str, block: StateBlock, shapes: Mapping[str, torch.Size]) -> str | None:
+def _fault(name: str, shape: tuple[int, ...], shapes: Mapping[str, torch.Size]) -> str | None:
     if name not in shapes:
         return f"{name} is missing"
-    if shapes[name] != block.global_shape:
-        return f"{name} is {list(shapes[name])}, not {list(block.global_shape)}"
+    if shapes[name] != shape:
+        return f"{name} is {list(shapes[name])}, not {list(shape)}"
     return None
 
 

@@ -92,9 +92,9 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(model).values())
 
 
-def is_decayed(shape: Shape) -> bool:
+def is_decayed(name: str) -> bool:
     """Return whether weight decay applies: to matrices and embeddings, not to biases and norms."""
-    return len(shape) >= 2
+    return not name.endswith(("bias", "norm.weight"))
 
 
 def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:

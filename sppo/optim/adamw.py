@@ -129,7 +129,7 @@ class AdamW:
         """Return names and update of the parameters with weight decay, and of those without."""
         updates = []
         for decayed, weight_decay in ((True, config.weight_decay), (False, 0.0)):
-            own = {n: m for n, m in self._masters.items() if is_decayed(tuple(m.shape)) is decayed}
+            own = {n: m for n, m in self._masters.items() if is_decayed(n) is decayed}
             moments = [[tensors[name] for name in own] for tensors in self._moments.values()]
             update = FusedAdamW(
                 list(own.values()), moments, config=config, weight_decay=weight_decay

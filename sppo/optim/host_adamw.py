@@ -22,7 +22,8 @@ from sppo.offload.lane import Lane
 from sppo.offload.worker_pool import Event, wait_for
 from sppo.optim.adamw import checkpoint_state, take_over
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
-from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows, RowPart
+from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows
+from sppo.parallel.flat_row import RowPart
 
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: large enough for fast copies, small enough that the copies of the first and
@@ -73,7 +74,7 @@ class HostAdamW:
         bucket_elements: int = _BUCKET_ELEMENTS,
     ) -> None:
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        assert shapes == rows.shapes, "rows are of the weights"
+        assert shapes == rows.layout.shapes, "rows are of the weights"
         self._weights = {name: weight.detach().view(-1) for name, weight in weights.items()}
         self._rows, self._lane, self._steps = rows, lane, 0
         self._buckets = _cut(
@@ -133,9 +134,9 @@ class HostAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Return the checkpoint state, as :meth:`sppo.optim.adamw.AdamW.state`; on the host."""
-        rows = self._rows
-        moments = {name: rows.views(row) for name, row in zip(MOMENTS, rows.moments, strict=True)}
-        return checkpoint_state(rows.views(rows.masters), moments, steps=self._steps)
+        rows, views = self._rows, self._rows.layout.views
+        moments = {name: views(row) for name, row in zip(MOMENTS, rows.moments, strict=True)}
+        return checkpoint_state(views(rows.masters), moments, steps=self._steps)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -169,7 +170,7 @@ class HostAdamW:
         """Start to copy the gradients of one bucket from the device to its slot."""
         slot = self._gradients[index % _SLOTS]
         copies = [
-            (slot[part.within_range], gradients[part.name][part.elements])
+            (slot[part.within], gradients[part.name][part.elements])
             for part in self._buckets[index].parts
         ]
         return self._lane.out(copies, after=[self._lane.computed([])])
@@ -180,8 +181,8 @@ class HostAdamW:
         masters = self._rows.masters[bucket.begin : bucket.end]
         copies = []
         for part in bucket.parts:
-            staged = slot[part.within_range]
-            staged.copy_(masters[part.within_range])
+            staged = slot[part.within]
+            staged.copy_(masters[part.within])
             copies.append((self._weights[part.name][part.elements], staged))
         return self._lane.back(copies, after=[self._lane.computed([])])
 
@@ -200,5 +201,7 @@ def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> l
     for first, last, decay in ((0, decayed, weight_decay), (decayed, total, 0.0)):
         for begin in range(first, last, bucket_elements):
             end = min(begin + bucket_elements, last)
-            buckets.append(_UpdateBucket(begin, end, decay, tuple(rows.parts(begin, end))))
+            buckets.append(
+                _UpdateBucket(begin, end, decay, tuple(rows.layout.parts(slice(begin, end))))
+            )
     return buckets

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.parallel.data_parallel import add_up
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh, first_messages
-from sppo.parallel.row_layout import rows_of
+from sppo.parallel.row_messages import add_up
 
 
 class TokenMembers:
@@ -36,7 +35,7 @@ class TokenMembers:
 
     def own_rows(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a parameter's rows, as a view."""
-        return tensor[rows_of(tensor.shape[0], index=self._index, count=len(self._ranks))]
+        return tensor[self._rows(tensor, self._index)]
 
     def put_together(self, tensors: Sequence[Tensor]) -> None:
         """Fill ``tensors``, of which each rank has :meth:`own_rows`, with the other ranks' rows."""
@@ -46,7 +45,7 @@ class TokenMembers:
         with peer_errors("putting a layer's weights together"):
             for tensor in tensors:
                 for index, rank in enumerate(self._ranks):
-                    rows = rows_of(tensor.shape[0], index=index, count=len(self._ranks))
+                    rows = self._rows(tensor, index)
                     if rows.stop > rows.start:
                         part = tensor[rows]
                         works.append(dist.broadcast(part, rank, group=self._group, async_op=True))
@@ -56,7 +55,12 @@ class TokenMembers:
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over these ranks."""
-        add_up([tensor], self._group, what="adding up a shard's weight gradients")
+        add_up(tensor, self._group, what="adding up a shard's weight gradients")
+
+    def _rows(self, tensor: Tensor, index: int) -> slice:
+        """Return the rows of a parameter that member ``index`` sends, as equal as possible."""
+        rows, count = tensor.shape[0], len(self._ranks)
+        return slice(rows * index // count, rows * (index + 1) // count)
 
 
 class MspExchange:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS, MemoryBuckets
-from sppo.cost.parameters import parameter_shapes
+from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.state_tiers import StateTiers
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
@@ -59,13 +60,13 @@ class TrainingState:
     tiers: StateTiers
     """Tiers of weights, gradients and optimizer state."""
     weights: Mapping[str, Tensor]
-    """Part of its stages' parameters that this rank holds, in the compute dtype, by global name."""
+    """Flat rows of its stages' weights in the compute dtype: whole, or this rank's shards."""
     gradients: Mapping[str, Tensor]
-    """fp32 sums of gradients over the step, by global name: whole, or this rank's rows."""
+    """Flat rows of fp32 sums of gradients over the step: whole, or this rank's shards."""
     streamed_gradients: StreamedGradients | None
     """Gradients that are copied from and to the device stage by stage; None if all stay there."""
     optimizer: AdamW | HostAdamW
-    """Optimizer of the rows that this rank updates."""
+    """Optimizer of what this rank updates."""
     memory: StateMemory | None
     """Memory of the tier behind the device; None if all state stays on the device."""
     lane: Lane | None
@@ -78,7 +79,7 @@ class TrainingState:
             torch._foreach_zero_(list(self.gradients.values()))
 
     def finish_gradients(self, await_device: Callable[[], None]) -> None:
-        """Wait until the rows that this rank updates hold the gradients of all ranks.
+        """Wait until what this rank updates has the gradients of all ranks.
 
         Args:
             await_device: Returns when the device has done all issued work, or raises an error.
@@ -102,7 +103,7 @@ class TrainingState:
         """Clip gradients, step the optimizer, and fetch the weights that other ranks updated.
 
         Args:
-            own: Gradients of the rows that this rank updates; scaled in place.
+            own: Gradients of what this rank updates, by global name; scaled in place.
             norm: Euclidean norm of the gradients of all ranks.
             clip_norm: Norm to which gradients are clipped; 0 to leave them unclipped.
             lr: Learning rate of this step.
@@ -167,14 +168,16 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     sharded = ShardedState(
         run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
-    stages = sharded.names_of_stages
+    stages = sharded.keys_of_stages
     streamed_weights = streamed_gradients = None
     with ExitStack() as on_failure:
         memory, lane = _tier(job, tiers)
         if lane is not None:
             on_failure.enter_context(closing(lane))
-        weights, optimizer = _weights_and_optimizer(job, tiers, sharded, memory, lane)
-        gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
+        rows = partial(_zero_rows, memory=memory, place=place)
+        weights = rows(sharded.weight_shapes, DTYPES[run.train.dtype], tiers.streams_weights)
+        optimizer = _optimizer(job, tiers, sharded, weights, memory=memory, lane=lane)
+        gradients = rows(sharded.gradient_shapes, torch.float32, tiers.streams_gradients)
         if lane is not None and tiers.streams_weights:
             streamed_weights = StreamedWeights(weights, lane=lane, stages=stages, device=place)
         if lane is not None and tiers.streams_gradients:
@@ -350,57 +353,53 @@ def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]
     return StateMemory(lane), lane
 
 
-def _weights_and_optimizer(
+def _zero_rows(
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    is_streamed: bool,
+    *,
+    memory: StateMemory | None,
+    place: torch.device,
+) -> Mapping[str, Tensor]:
+    """Allocate rows of zeros on the device, or, if streamed, rows in the memory of the tier."""
+    if is_streamed:
+        assert memory is not None, "a tier has memory"
+        return memory.tensors(shapes, dtype)
+    return {key: torch.zeros(shape, dtype=dtype, device=place) for key, shape in shapes.items()}
+
+
+def _optimizer(
     job: Job,
     tiers: StateTiers,
     sharded: ShardedState,
+    weights: Mapping[str, Tensor],
+    *,
     memory: StateMemory | None,
     lane: Lane | None,
-) -> tuple[Mapping[str, Tensor], AdamW | HostAdamW]:
-    """Return the weights of step 0 in their tier, and the optimizer of the rows of this rank.
+) -> AdamW | HostAdamW:
+    """Fill rows with the weights of step 0; return the optimizer of what this rank updates.
 
     The fp32 values that are rounded to narrower weights start as masters of the optimizer; those
     of an offloaded optimizer are written where they stay, one by one.
     """
-    run, place, dtype = job.run, job.device.torch_device, DTYPES[job.run.train.dtype]
+    run, config = job.run, job.run.optimizer
     on_disk, rows = tiers.optimizer == "disk", None
     if tiers.offloads_optimizer:
         rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
-    weights: dict[str, Tensor] = {}
-    if tiers.streams_weights:
-        assert memory is not None, "a tier has memory"
-        weights = memory.tensors(sharded.resident_shapes, dtype)
     masters: dict[str, Tensor] = {}
     for name, whole in starting_weights(run, sharded.shapes):
         weight = sharded.sharding.cut(name, whole)
-        if tiers.streams_weights:
-            weights[name].copy_(sharded.resident_part(name, weight.to(dtype)))
-        else:
-            weights[name] = sharded.resident_part(name, weight.to(device=place, dtype=dtype))
+        sharded.fill(weights, name, weight)
         if rows is not None:
-            rows.fill(sharded.owned_rows({name: weight}))
-        elif dtype is not torch.float32:
-            masters |= sharded.owned_rows({name: weight.to(place)}, copy=True)
-    owned, config = sharded.owned_rows(weights), run.optimizer
+            rows.fill(sharded.owned_of(name, weight))
+        elif DTYPES[run.train.dtype] is not torch.float32:
+            own = sharded.owned_of(name, weight)
+            masters |= {n: m.to(job.device.torch_device, copy=True) for n, m in own.items()}
     if rows is None:
-        return weights, AdamW(owned, config=config, masters=masters or None)
+        return AdamW(sharded.owned(weights), config=config, masters=masters or None)
     assert lane is not None, "a tier has a lane"
     bucket = {"bucket_elements": DISK_UPDATE_ELEMENTS} if on_disk else {}
-    return weights, HostAdamW(owned, config=config, rows=rows, lane=lane, **bucket)
-
-
-def _zero_gradients(
-    tiers: StateTiers, sharded: ShardedState, *, memory: StateMemory | None, place: torch.device
-) -> Mapping[str, Tensor]:
-    """Allocate the fp32 sums of gradients in their tier, all zero."""
-    shapes = sharded.gradient_shapes
-    if tiers.streams_gradients:
-        assert memory is not None, "a tier has memory"
-        return memory.tensors(shapes, torch.float32)
-    return {
-        name: torch.zeros(shape, dtype=torch.float32, device=place)
-        for name, shape in shapes.items()
-    }
+    return HostAdamW(sharded.owned(weights), config=config, rows=rows, lane=lane, **bucket)
 
 
 def starting_weights(

@@ -165,7 +165,7 @@ class StepSums:
     norm: float
     """Euclidean norm of the gradients of all ranks."""
     gradients: Mapping[str, Tensor]
-    """Gradients of the rows that this rank updates, by global name."""
+    """Gradients of what this rank updates, by global name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def run_step(
     norm = state.norm(peers)
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
-    sums = StepSums(num_valid, loss, float(norm), state.sharded.owned_rows(state.gradients))
+    sums = StepSums(num_valid, loss, float(norm), state.sharded.owned(state.gradients))
     lr = decide(sums)
     if lr is not None:
         clip_norm = job.run.optimizer.clip_norm

@@ -138,7 +138,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 REBOUND: Mapping[str, str] = {
     "sppo.parallel.megatron": "all_gather",
-    "sppo.parallel.data_parallel": "all_gather reduce_scatter",
-    "sppo.parallel.shard_messages": "all_gather reduce_scatter",
+    "sppo.parallel.row_messages": "all_gather reduce_scatter",
 }
 """Functions of :mod:`torch.distributed` that modules import by name, to be replaced there, too."""

@@ -27,8 +27,8 @@ class _Plain:
 
     def __init__(self, weights):
         self.parameters = {n: torch.nn.Parameter(w.clone()) for n, w in weights.items()}
-        decayed = [p for p in self.parameters.values() if is_decayed(tuple(p.shape))]
-        others = [p for p in self.parameters.values() if not is_decayed(tuple(p.shape))]
+        decayed = [p for n, p in self.parameters.items() if is_decayed(n)]
+        others = [p for n, p in self.parameters.items() if not is_decayed(n)]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
             betas=(0.9, 0.95),

@@ -22,8 +22,7 @@ from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
-from sppo.parallel.data_parallel import GradientReducer
-from sppo.parallel.shard_messages import GradientMessage, ParameterMessage
+from sppo.parallel.row_messages import RowBuckets, RowMessage
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -86,45 +85,41 @@ def buckets_not_awaited() -> Any:
             _, finish = self._under_way.popleft()
             finish()
 
-    return patch.object(GradientReducer, "_wait_for", _wait_for)
+    return patch.object(RowBuckets, "_wait_for", _wait_for)
 
 
-@contextmanager
-def gathers_not_awaited() -> Iterator[None]:
+def gathers_not_awaited() -> Any:
     """Weights of ZeRO-3 are used before they are here."""
-    finish = ParameterMessage.finish
+    gather = RowMessage.gather
 
-    def finish_early(self: Any) -> Any:
-        work, self._work = self._work, _Nothing()
-        try:
-            return finish(self)
-        finally:
-            self._work = work
+    def gather_unwatched(self: Any, shard: Any) -> Any:
+        gather(self, shard)
+        self.work, self._work = self._work, _Nothing()
+        return self
 
-    with patch.object(ParameterMessage, "finish", finish_early):
-        yield
+    return patch.object(RowMessage, "gather", gather_unwatched)
 
 
 def reductions_not_awaited() -> Any:
     """Gradients are added to their shards before they are added up over the ranks."""
-    add_to = GradientMessage.add_to
+    reduce = RowMessage.reduce
 
-    def add_early(self: Any, shards: Any) -> None:
+    def reduce_unwatched(self: Any) -> None:
+        reduce(self)
         self._work = _Nothing()
-        add_to(self, shards)
 
-    return patch.object(GradientMessage, "add_to", add_early)
+    return patch.object(RowMessage, "reduce", reduce_unwatched)
 
 
 def reductions_reused() -> Any:
     """Whole gradients are written over while they are being reduced."""
-    reduce = GradientMessage.reduce
+    reduce = RowMessage.reduce
 
     def reduce_and_reuse(self: Any) -> None:
         reduce(self)
-        self._flat_RN.mul_(1.5)
+        self.whole.mul_(1.5)
 
-    return patch.object(GradientMessage, "reduce", reduce_and_reuse)
+    return patch.object(RowMessage, "reduce", reduce_and_reuse)
 
 
 def last_reduction_skipped() -> Any:
@@ -186,7 +181,9 @@ def norm_of_own_gradients() -> Any:
     """Every rank clips by the norm of its own gradients."""
     from sppo.optim.adamw import global_norm
 
-    return patch.object(ShardedState, "norm", lambda self, gradients, peers: global_norm(gradients))
+    return patch.object(
+        ShardedState, "norm", lambda self, gradients, peers: global_norm(self.owned(gradients))
+    )
 
 
 @contextmanager
@@ -194,8 +191,7 @@ def tied_gradients_apart() -> Iterator[None]:
     """The first and the last stage keep their own parts of a tied embedding's gradient."""
 
     def finish(self: Any, gradients: Any) -> None:
-        for group in self._groups.values():
-            group.wait()
+        self._end_reductions()
 
     with patch.object(ShardedState, "finish", finish):
         yield

@@ -146,12 +146,12 @@ def _gradient_faults(
     expected: Mapping[str, Tensor], bounds: Mapping[str, float], ranks: Sequence[Blocks]
 ) -> Iterator[str]:
     for rank, blocks in enumerate(ranks):
-        errors = {
-            name: _rms(block.tensor.double() - expected[name][places(block)]) / bounds[name]
-            for name, block in blocks.items()
-            if block.tensor.numel()
-        }
-        wrong = sorted((error, name) for name, error in errors.items() if not error <= 1.0)
+        errors = [
+            (_rms(block.tensor.double() - expected[name][places(block)]) / bounds[name], name)
+            for name, own in blocks.items()
+            for block in own
+        ]
+        wrong = sorted((error, name) for error, name in errors if not error <= 1.0)
         if wrong:
             error, name = wrong[-1]
             yield (
@@ -180,7 +180,7 @@ def _update_faults(
         m = first_beta * m + (1 - first_beta) * g
         v = second_beta * v + (1 - second_beta) * g.square()
         root = (v / (1 - second_beta**count)).sqrt()
-        decay = config.weight_decay if is_decayed(tuple(old.shape)) else 0.0
+        decay = config.weight_decay if is_decayed(name) else 0.0
         change = -lr * m / (1 - first_beta**count) / (root + config.eps) - lr * decay * old
         expected = {key: old + change}
         expected |= {f"optimizer.{x}.{name}": t for x, t in zip(MOMENTS, (m, v), strict=True)}
@@ -193,8 +193,8 @@ def _update_faults(
 def _copy_faults(case: Case, state: State, ranks: Sequence[StepResult]) -> Iterator[str]:
     """Every rank's weights must be the masters, rounded."""
     for number, rank in enumerate(ranks):
-        for name, block in rank.weights.items():
-            if block.tensor.numel():
+        for name, blocks in rank.weights.items():
+            for block in blocks:
                 master = state[name][places(block)].to(block.tensor.dtype)
                 if not torch.equal(master, block.tensor):
                     yield f"rank {number} goes on with another {name} than was updated"
@@ -204,8 +204,8 @@ def _assembled(ranks: Sequence[Blocks]) -> tuple[State, list[str]]:
     """Whole tensors out of the blocks of all ranks, and the names of those with holes."""
     whole: State = {}
     covered: dict[str, Tensor] = {}
-    for blocks in ranks:
-        for name, block in blocks.items():
+    for rank in ranks:
+        for name, block in ((name, block) for name, blocks in rank.items() for block in blocks):
             if name not in whole:
                 whole[name] = torch.zeros(block.global_shape, dtype=block.tensor.dtype)
                 covered[name] = torch.zeros(block.global_shape, dtype=torch.bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from tests.engine.streaming import LateLane
 from tests.random_training.case import DTYPES, Case, Leg
 from tests.random_training.samples import planned_samples
 
-Blocks = dict[str, StateBlock]
+Blocks = dict[str, list[StateBlock]]
 """Parts of the whole model's tensors, by name."""
 
 
@@ -119,21 +119,23 @@ class _Rank:
             zero=leg.zero,
             bucket_bytes=leg.bucket_bytes,
         )
-        self._weights: dict[str, Tensor] = {}
+        self._weights = {
+            key: torch.zeros(shape, dtype=dtype) for key, shape in shared.weight_shapes.items()
+        }
         masters: dict[str, Tensor] = {}
         for name in shared.shapes:
             wide = shared.sharding.cut(name, state[MODEL_PREFIX + name].clone())
-            self._weights[name] = shared.resident_part(name, wide.to(dtype))
+            shared.fill(self._weights, name, wide)
             if dtype is torch.bfloat16:
-                masters |= shared.owned_rows({name: wide}, copy=True)
+                masters |= shared.owned_of(name, wide)
         kept = {n: torch.empty(shape, dtype=dtype) for n, shape in shared.gradient_shapes.items()}
         self._gradients = zero_gradients(kept)
         self._optimizer = AdamW(
-            shared.owned_rows(self._weights), config=case.optimizer, masters=masters or None
+            shared.owned(self._weights), config=case.optimizer, masters=masters or None
         )
         self._resume(shared, state)
         self._shared = shared
-        how = {"stages": shared.names_of_stages, "device": cpu, "lane": LateLane()}
+        how = {"stages": shared.keys_of_stages, "device": cpu, "lane": LateLane()}
         streamed_weights = streamed_gradients = None
         if "weights" in leg.streams:
             streamed_weights = StreamedWeights(self._weights, **how)
@@ -190,7 +192,7 @@ class _Rank:
         shared.finish(gradients)
         norm = shared.norm(gradients, self._peers)
         (loss,) = self._peers.total([float(done.total_loss)])
-        own_gradients = shared.owned_rows(gradients)
+        own_gradients = shared.owned(gradients)
         named = {MODEL_PREFIX + name: gradient for name, gradient in own_gradients.items()}
         computed = _copied(shared.blocks(named))
         lr = learning_rate(step, config=case.optimizer, total_steps=100)
@@ -214,20 +216,24 @@ class _Rank:
     def _resume(self, shared: ShardedState, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part of ``state``."""
         live = self._optimizer.state()
-        for key, block in shared.blocks(live).items():
-            live[key].copy_(state[key][places(block)])
+        for key, blocks in shared.blocks(live).items():
+            for block in blocks:
+                block.tensor.copy_(state[key][places(block)])
         self._optimizer.load_state(live)
         shared.gather(self._weights)
 
     def _weight_blocks(self) -> Blocks:
         """What the rank keeps of the weights between steps."""
-        retained = {MODEL_PREFIX + name: weight for name, weight in self._weights.items()}
-        found = _copied(self._shared.blocks(retained)) if self._leg.zero == 3 else {}
-        for name, weight in self._weights.items():
-            if self._leg.zero != 3:
-                offsets = self._shared.sharding.offsets(name)
-                shape = tuple(whole_shape(self._case.model.config(), name))
-                found[MODEL_PREFIX + name] = StateBlock(weight.clone(), offsets, shape)
+        if self._leg.zero == 3:
+            owned = self._shared.owned(self._weights)
+            return _copied(
+                self._shared.blocks({MODEL_PREFIX + name: own for name, own in owned.items()})
+            )
+        found = {}
+        for name, weight in self._shared.named(self._weights).items():
+            offsets = self._shared.sharding.offsets(name)
+            shape = tuple(whole_shape(self._case.model.config(), name))
+            found[MODEL_PREFIX + name] = [StateBlock(weight.clone(), offsets, shape)]
         return found
 
 
@@ -247,8 +253,8 @@ def whole_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
 
 def _copied(blocks: Blocks) -> Blocks:
     return {
-        name: StateBlock(block.tensor.detach().clone(), block.offsets, block.global_shape)
-        for name, block in blocks.items()
+        name: [replace(block, tensor=block.tensor.detach().clone()) for block in own]
+        for name, own in blocks.items()
     }
 
 

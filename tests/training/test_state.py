@@ -50,4 +50,4 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     assert plan.state.optimizer == tier
     for name, weight in starting_weights(run):
         assert torch.equal(masters[f"model.{name}"], weight)
-        assert torch.equal(state.weights[name], weight.bfloat16())
+        assert torch.equal(state.sharded.named(state.weights)[name], weight.bfloat16())

@@ -23,8 +23,6 @@ from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 _FORMED_PASSES = 1
 """Passes over whole gradients in addition to their products: writing zeros."""
-_COPIED_PASSES = 2
-"""Passes over the gradients of a layer to copy them into one message: a read and a write."""
 _ADDED_PASSES = 3
 """Passes over a shard to add gradients to its sums: two reads and a write."""
 
@@ -100,9 +98,7 @@ def _stage_with_collectives(
     layers, visits = parts.num_layers, _backward_visits(candidate, parts.num_layers)
     forward = _forward(candidate, parts, units.forward, gather_s=gather_s)
     backward = units.backward + _local_s(candidate, parts.before_layers, passes=_FORMED_PASSES)
-    weight = units.weight + layers * _local_s(
-        candidate, parts.layer, passes=_FORMED_PASSES + _COPIED_PASSES
-    )
+    weight = units.weight + layers * _local_s(candidate, parts.layer, passes=_FORMED_PASSES)
     embedding_s = _reduction_s(candidate, parts.before_layers)
     deferring = candidate.schedule in DEFERRING_WEIGHTS
     hidden_s, exposed_s = visits * gather_s, 0.0

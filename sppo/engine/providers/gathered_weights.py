@@ -1,4 +1,4 @@
-"""Weights whose rows are sharded over ranks and that are gathered part by part for use.
+"""Weights whose flat rows are sharded over ranks and that are gathered part by part for use.
 
 ZeRO-3 (Rajbhandari et al., 2020). While one layer computes, the layer that is used next is being
 gathered.
@@ -8,34 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.engine.providers.row_views import Rows
 from sppo.engine.providers.sharded_parts import ShardedParts
 from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.engine.providers.weights import WeightPart
-from sppo.parallel.row_layout import Shapes
-from sppo.parallel.shard_messages import ParameterMessage
+from sppo.parallel.flat_row import FlatRow
+from sppo.parallel.row_messages import RowMessage
 
 
 class GatheredWeights(ShardedParts):
     """Provider of weights that are sharded over ranks.
 
-    Implements :class:`sppo.engine.providers.weights.WeightProvider`. Rows are read at every gather,
-    so that the next step sees an update in place.
+    Implements :class:`sppo.engine.providers.weights.WeightProvider`. Shards are read at every
+    gather, so that the next step sees an update in place.
     """
 
     def __init__(
         self,
-        rows: Mapping[str, Tensor],
+        shards: Rows,
         *,
-        shapes: Shapes,
+        layouts: Mapping[str, FlatRow],
         groups: Mapping[str, ProcessGroup],
     ) -> None:
-        super().__init__(rows, shapes=shapes, groups=groups)
+        super().__init__(shards, layouts=layouts, groups=groups)
         self._visits: Iterator[WeightPart] = iter(())
         self._next: WeightPart | None = None
-        self._ahead: list[ParameterMessage] | None = None
+        self._ahead: list[RowMessage] | None = None
         self._held: dict[str, Tensor] = {}
         self._held_part: WeightPart | None = None
 
@@ -51,7 +53,7 @@ class GatheredWeights(ShardedParts):
         """Return the gathered weights of ``part``, and start to gather the next part."""
         assert part == self._next, f"{part} is taken where {self._next} was announced"
         if self._held_part is None:
-            self._fetch_ahead()  # if its rows were not on the device before
+            self._fetch_ahead()  # if its shards were not on the device before
             self._held_part, self._held = part, self._arrived()
         assert self._held_part == part, f"{part} is taken before {self._held_part} is released"
         self._next = next(self._visits, None)
@@ -67,31 +69,26 @@ class GatheredWeights(ShardedParts):
         self._fetch_ahead()
 
     def _fetch_ahead(self) -> None:
-        """Start to gather the next part, if its rows are on the device and the memory suffices."""
-        part = self._next
+        """Start to gather the next part, if shards are on the device and the memory suffices."""
+        part, shards = self._next, self._shards
         if part is None or part == self._held_part or self._ahead is not None:
             return
-        if isinstance(self._rows, StreamedWeights) and not self._rows.has(
-            self._parts[part].values()
-        ):
+        if isinstance(shards, StreamedWeights) and not shards.has(self._keys[part]):
             return
         held = 0 if self._held_part is None else self._part_bytes[self._held_part]
         if held + self._part_bytes[part] > self.room_bytes:
             return
         self._ahead = [
-            ParameterMessage(group, {name: self._rows[name] for name in shapes}, shapes)
-            for group, shapes in self._messages(part)
+            message.gather(shards[message.key]) for message in self._messages(part, torch.empty)
         ]
         self._count(held + self._part_bytes[part])
 
     def _arrived(self) -> dict[str, Tensor]:
         """Wait for the next part; return its whole weights by the names that ``take`` uses."""
         assert self._ahead is not None, "room was made for what is wanted next"
-        part, gatherings = self._next, self._ahead
+        part, messages = self._next, self._ahead
         assert part is not None, "checked by take"
         self._ahead = None
-        self._count(sum(g.size_bytes * (1 + g.is_copied) for g in gatherings))
-        whole: dict[str, Tensor] = {}
-        while gatherings:
-            whole |= gatherings.pop(0).finish()
-        return self._by_local_name(part, whole)
+        for message in messages:
+            message.wait()
+        return self._views(part, messages)

@@ -1,19 +1,21 @@
-"""Parts of a model whose parameters or gradients are sharded by rows over ranks between uses."""
+"""Weight parts whose flat rows of weights or gradients are sharded over ranks between uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.engine.providers.row_views import Rows
 from sppo.engine.providers.weights import (
     WeightPart,
     format_of,
     names_by_part,
     streamed_peak_bytes,
 )
-from sppo.parallel.row_layout import RowLayout, Shapes
+from sppo.parallel.flat_row import FlatRow
+from sppo.parallel.row_messages import RowMessage
 
 
 class ShardedParts:
@@ -23,60 +25,61 @@ class ShardedParts:
     whole at once. Every rank of a group runs the same program, and so sends the same messages.
 
     Args:
-        rows: This rank's rows of every parameter of its stages, or of its gradient sum, by global
-            name.
-        shapes: Shapes of the whole parameters by global name.
-        groups: Communicator of the ranks over which each parameter is sharded, by global name;
-            parameters without one are whole on this rank.
+        shards: This rank's interval of the row of each weight part, or of its gradient sums, by
+            key.
+        layouts: Layouts of the rows by key.
+        groups: Communicator of the ranks over which each row is sharded, by key; rows without one
+            are whole on this rank.
     """
 
     def __init__(
         self,
-        rows: Mapping[str, Tensor],
+        shards: Rows,
         *,
-        shapes: Shapes,
+        layouts: Mapping[str, FlatRow],
         groups: Mapping[str, ProcessGroup],
     ) -> None:
-        self.dtype, self.device = format_of(rows)
-        self._rows, self._shapes, self._groups = rows, shapes, groups
-        self._parts = names_by_part(rows)
-        self._part_bytes = {part: self._padded_bytes(part) for part in self._parts}
+        self._shards, self._layouts, self._groups = shards, layouts, groups
+        self.dtype, self.device = format_of(shards)
+        self._names = names_by_part(name for layout in layouts.values() for name in layout.shapes)
+        keys = {name: key for key, layout in layouts.items() for name in layout.shapes}
+        self._keys = {
+            part: [*dict.fromkeys(keys[name] for name in names.values())]
+            for part, names in self._names.items()
+        }
+        self._part_bytes = {
+            part: sum(layouts[key].padded_elements for key in own if key in groups)
+            * self.dtype.itemsize
+            for part, own in self._keys.items()
+        }
         self.room_bytes = max(
             (1 + isinstance(part, int)) * size for part, size in self._part_bytes.items()
         )
         self._peak_bytes = 0
 
     def take_peak_bytes(self) -> int:
-        """Return the peak bytes of whole parts plus streamed rows since the last call."""
+        """Return the peak bytes of whole parts plus streamed shards since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0
-        return peak + streamed_peak_bytes(self._rows)
+        return peak + streamed_peak_bytes(self._shards)
 
     def _count(self, held_bytes: int) -> None:
         self._peak_bytes = max(self._peak_bytes, held_bytes)
 
-    def _messages(self, part: WeightPart) -> Iterator[tuple[ProcessGroup, Shapes]]:
-        """Yield the messages of a part: one per group, and outside the layers one per parameter.
+    def _messages(self, part: WeightPart, allocate: Callable[..., Tensor]) -> list[RowMessage]:
+        """Return a message for each sharded row of a part, with a row that ``allocate`` makes."""
+        found = []
+        for key in self._keys[part]:
+            if key in self._groups:
+                layout = self._layouts[key]
+                row = allocate(layout.padded_elements, dtype=self.dtype, device=self.device)
+                found.append(RowMessage(key, layout, self._groups[key], whole=row))
+        return found
 
-        Each is a communicator, and the shapes of the whole parameters in the message.
-        """
-        messages: dict[object, tuple[ProcessGroup, dict[str, tuple[int, ...]]]] = {}
-        for name in self._parts[part].values():
-            if name in self._groups:
-                group = self._groups[name]
-                key = group if isinstance(part, int) else name
-                messages.setdefault(key, (group, {}))[1][name] = self._shapes[name]
-        yield from messages.values()
-
-    def _padded_bytes(self, part: WeightPart) -> int:
-        elements = sum(
-            group.size() * RowLayout.of(shapes, ranks=group.size()).elements
-            for group, shapes in self._messages(part)
-        )
-        return elements * self.dtype.itemsize
-
-    def _by_local_name(self, part: WeightPart, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a part, sharded ones of ``whole``, by the names in the part."""
-        return {
-            local: whole[name] if name in whole else self._rows[name]
-            for local, name in self._parts[part].items()
+    def _views(self, part: WeightPart, messages: Iterable[RowMessage]) -> dict[str, Tensor]:
+        """Return the tensors of a part, sharded ones of ``messages``, by the names in the part."""
+        rows = {key: self._shards[key] for key in self._keys[part] if key not in self._groups}
+        rows |= {message.key: message.whole for message in messages}
+        views = {
+            n: v for key, row in rows.items() for n, v in self._layouts[key].views(row).items()
         }
+        return {local: views[name] for local, name in self._names[part].items()}

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from sppo.engine.providers.row_views import RowViews
 from sppo.engine.providers.streamed_tensors import StreamedTensors
 
 WeightPart = int | Literal["embedding", "head"]
@@ -102,17 +103,22 @@ class ResidentWeights:
 
 def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype of ``tensors`` and the device on which compute uses them."""
-    if isinstance(tensors, StreamedTensors):
-        return tensors.dtype, tensors.device
-    first = next(iter(tensors.values()))
+    stored = _stored(tensors)
+    if isinstance(stored, StreamedTensors):
+        return stored.dtype, stored.device
+    first = next(iter(stored.values()))
     return first.dtype, first.device
 
 
 def streamed_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the peak bytes of streamed ``tensors`` on the device since the last call, else 0."""
-    if isinstance(tensors, StreamedTensors):
-        return tensors.take_peak_bytes()
-    return 0
+    stored = _stored(tensors)
+    return stored.take_peak_bytes() if isinstance(stored, StreamedTensors) else 0
+
+
+def _stored(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the rows that ``tensors`` are views of, or ``tensors`` themselves."""
+    return tensors.rows if isinstance(tensors, RowViews) else tensors
 
 
 def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:

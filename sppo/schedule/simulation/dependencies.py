@@ -13,7 +13,7 @@ waits for:
 * H2D of K and V: the D2H, and the preceding compute. The copy goes behind the copies of the next
   backward, which waits for K and V that it reads before it starts, and for others before it ends;
 * REDUCE: the preceding compute; later compute waits for the REDUCE, because few buckets of
-  gradients are in flight at once (:mod:`sppo.parallel.data_parallel`);
+  gradients are in flight at once (:mod:`sppo.parallel.row_messages`);
 * copies of a whole stage's weights or gradients: the preceding compute and REDUCE; compute of the
   stage waits for copies to the device; gradients that leave before their REDUCE, and later compute,
   wait for the last reduction after a use;

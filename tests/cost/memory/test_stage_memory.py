@@ -18,6 +18,7 @@ from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
 from sppo.planning.search.evaluation import evaluate_candidate
 from tests.engine.models import VARIANTS, random_weights, tiny_model
+from tests.engine.providers.rows import layouts_of
 from tests.planning.one_device import predicted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,7 +52,7 @@ class TwoRanks:
 @pytest.mark.parametrize(("variant", "vocab_size"), [("mha", 8), ("mha", 4000), ("gpt", 4000)])
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stages, dtype):
+def test_weights_of_which_a_device_keeps_its_shards(variant, vocab_size, num_stages, dtype):
     model = tiny_model(variant, vocab_size=vocab_size, num_layers=4)
     workload = Workload(model, PRESETS["laptop-cpu"], dtype=dtype)
     candidate = Candidate(
@@ -65,15 +66,16 @@ def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stage
     stages = layers_of_stages(model.num_layers, num_stages=num_stages)
     for layers, memory in zip(stages, evaluate_candidate(candidate).memory, strict=True):
         shapes = stage_shapes(model, layers)
-        rows = {
-            name: torch.empty((shape[0] // 2, *shape[1:]), dtype=DTYPES[dtype])
-            for name, shape in shapes.items()
+        layouts = layouts_of(shapes, ranks=2)
+        shards = {
+            key: torch.empty(layout.shard_elements, dtype=DTYPES[dtype])
+            for key, layout in layouts.items()
         }
-        groups = dict.fromkeys(shapes, TwoRanks())
-        gathered = GatheredWeights(rows, shapes=shapes, groups=groups)
-        assert memory.device.weights_bytes == total(rows.values()) + gathered.room_bytes
-        sums = zero_gradients(rows)
-        formed = ShardedGradients(sums, shapes=shapes, groups=groups)
+        groups = dict.fromkeys(layouts, TwoRanks())
+        gathered = GatheredWeights(shards, layouts=layouts, groups=groups)
+        assert memory.device.weights_bytes == total(shards.values()) + gathered.room_bytes
+        sums = zero_gradients(shards)
+        formed = ShardedGradients(sums, layouts=layouts, groups=groups)
         assert memory.device.gradients_bytes == total(sums.values()) + formed.room_bytes
     kept = evaluate_candidate(replace(candidate, zero=2)).memory
     assert [m.device.gradients_bytes for m in kept] == [

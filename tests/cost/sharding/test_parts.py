@@ -15,7 +15,7 @@ from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
-from sppo.parallel.shard_messages import GradientMessage, ParameterMessage
+from sppo.parallel.row_messages import RowMessage
 from sppo.planning.run_plan import plan_run, run_candidate
 from tests.make import make_run
 from tests.planning.cases import run_config
@@ -74,14 +74,14 @@ def executed_bytes(run, hardware):
     gathered, reduced = Counter(), Counter()
     parallel = run.parallel
     width = parallel.sequence_parallel_degree
-    begin, reduce = ParameterMessage.__init__, GradientMessage.reduce
+    gather, reduce = RowMessage.gather, RowMessage.reduce
 
     def place(group):
         return group.ranks[0] // width % parallel.pipeline_parallel_degree
 
-    def counted_begin(self, group, rows, shapes):
-        begin(self, group, rows, shapes)
-        gathered[place(group)] += self.size_bytes * (group.rank() == 0)
+    def counted_gather(self, shard):
+        gathered[place(self._group)] += self.size_bytes * (self._group.rank() == 0)
+        return gather(self, shard)
 
     def counted_reduce(self):
         reduced[place(self._group)] += self.size_bytes * (self._group.rank() == 0)
@@ -89,8 +89,8 @@ def executed_bytes(run, hardware):
 
     ranks = parallel.data_parallel_degree * parallel.pipeline_parallel_degree * width
     with (
-        mock.patch.object(ParameterMessage, "__init__", counted_begin),
-        mock.patch.object(GradientMessage, "reduce", counted_reduce),
+        mock.patch.object(RowMessage, "gather", counted_gather),
+        mock.patch.object(RowMessage, "reduce", counted_reduce),
     ):
         run_emulated(execute, run, plan, ranks=ranks, seed=0)
     stages = range(parallel.pipeline_parallel_degree)
@@ -180,7 +180,7 @@ def test_the_longer_of_compute_and_collectives_counts():
         slow, elements = stage_of_three(zero, 1e8)
         reduction_s, gather_s = elements * 4 / 1e8, elements * 2 / 1e8 * (zero == 3)
         assert hidden.units.forward[1] == pytest.approx(fast.units.forward[1])
-        # Zeros, copies and sums of whole gradients take some memory traffic.
+        # Zeros and sums of whole gradients take some memory traffic.
         whole = [s.units.backward[1] + s.units.weight[1] for s in (fast, hidden, slow)]
         assert (whole[0] < whole[1]).all()
         assert whole[1] == pytest.approx(whole[0], rel=0.15)

@@ -8,25 +8,20 @@ import torch.distributed as dist
 
 from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
-from sppo.engine.providers import gathered_weights
 from sppo.engine.providers.gathered_weights import GatheredWeights
-from sppo.parallel.row_layout import rows_of
-from sppo.parallel.shard_messages import ParameterMessage
+from sppo.parallel.row_messages import RowMessage
 from tests.engine.models import random_sequence, random_weights, tiny_model
+from tests.engine.providers.rows import layouts_of, rows_of
 
 TIED = "tied, yarn, all biases"
 
 
-def own_rows(weights, rank, count):
-    return {
-        name: w[rows_of(w.shape[0], index=rank, count=count)].clone() for name, w in weights.items()
-    }
-
-
 def provider(rank, model, weights):
-    group, shapes = dist.group.WORLD, parameter_shapes(model)
-    rows = own_rows(weights, rank, group.size())
-    return GatheredWeights(rows, shapes=shapes, groups=dict.fromkeys(shapes, group))
+    group = dist.group.WORLD
+    layouts = layouts_of(parameter_shapes(model), ranks=group.size(), rank=rank)
+    rows = rows_of(weights, layouts)
+    shards = {key: row[layouts[key].own].clone() for key, row in rows.items()}
+    return GatheredWeights(shards, layouts=layouts, groups=dict.fromkeys(layouts, group))
 
 
 def evaluated(rank, cuts):
@@ -52,15 +47,15 @@ def test_evaluation_gathers_too(ranks):
 def walked(rank):
     """What is gathered when, as a stage walks up and down; a group of one does."""
     model = tiny_model(num_layers=3, vocab_size=8)
-    log = []
+    log, gather = [], RowMessage.gather
 
-    def recorded(group, rows, shapes):
-        log.append(next(iter(rows)))
-        return ParameterMessage(group, rows, shapes)
+    def recorded(self, shard):
+        log.append(self.key)
+        return gather(self, shard)
 
     visits = ["embedding", 0, 1, 2, 2, 1, 0]
     seen = []
-    with mock.patch.object(gathered_weights, "ParameterMessage", recorded):
+    with mock.patch.object(RowMessage, "gather", recorded):
         gathered = provider(rank, model, random_weights(model))
         gathered.begin(iter(visits))
         for part in visits:
@@ -75,7 +70,7 @@ def walked(rank):
 
 def test_the_next_part_is_on_its_way_and_one_wanted_again_stays(ranks):
     ((seen, log),) = ranks.run(walked, ranks=1)
-    layer = "layers.{}.attention_norm.weight".format
+    layer = "layers.{}".format
     assert log == ["embed.weight", *map(layer, (0, 1, 2, 1, 0))]
     assert seen[::2] == [("embedding", 2), (0, 3), (1, 4), (2, 4), (2, 5), (1, 6), (0, 6)]
     assert seen[1::2] == [False, False, False, True, False, False, False]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import prod
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -10,8 +11,9 @@ from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
 from sppo.engine.providers.gradients import gradients_of
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
-from sppo.parallel.shard_messages import GradientMessage
+from sppo.parallel.row_messages import RowMessage
 from tests.engine.models import random_weights, tiny_model
+from tests.engine.providers.rows import layouts_of, rows_of
 from tests.random_training.pinned_cases import GQA, TWO, case
 from tests.random_training.training import results_of
 from tests.tiers import exhaustive
@@ -20,19 +22,21 @@ ELEMENT = 8
 
 
 def most_gathered_bytes(model, count):
-    """Two layers, or the largest part outside of them, with every rank's rows made equal."""
+    """Two layers, or the largest part outside of them, with every rank's interval made equal."""
+
+    def padded(elements):
+        return ELEMENT * count * -(-elements // count)
 
     def size(shapes):
-        return ELEMENT * sum(
-            count * -(-shape[0] // count) * prod(shape[1:]) for shape in shapes.values()
-        )
+        return sum(padded(prod(shape)) for shape in shapes.values())
 
     outer = outer_shapes(model)
     embedding = {n: s for n, s in outer.items() if n.split(".")[0] in ("embed", "positions")}
     behind = {n: s for n, s in outer.items() if n.split(".")[0] in ("final_norm", "head")}
     if model.tie_embeddings:
         behind["embed.weight"] = outer["embed.weight"]
-    return 2 * size(layer_shapes(model)), max(size(embedding), size(behind))
+    layer = sum(map(prod, layer_shapes(model).values()))
+    return 2 * padded(layer), max(size(embedding), size(behind))
 
 
 @pytest.mark.parametrize(
@@ -49,10 +53,10 @@ def test_no_more_than_two_layers_or_the_largest_outer_part(vocab_size, which, ze
 
 
 def provider(model):
-    shapes = parameter_shapes(model)
-    shards = zero_gradients(random_weights(model))
-    groups = dict.fromkeys(shapes, dist.group.WORLD)
-    return shards, ShardedGradients(shards, shapes=shapes, groups=groups)
+    layouts = layouts_of(parameter_shapes(model))
+    shards = zero_gradients(rows_of(random_weights(model), layouts))
+    groups = dict.fromkeys(layouts, dist.group.WORLD)
+    return shards, ShardedGradients(shards, layouts=layouts, groups=groups)
 
 
 def walked(_rank):
@@ -61,16 +65,13 @@ def walked(_rank):
     log = []
 
     def noted(name, original):
-        def call(self, *arguments):
-            log.append((name, self._parts[0].name))
-            return original(self, *arguments)
+        def call(self):
+            log.append((name, self.key))
+            return original(self)
 
-        return call
+        return mock.patch.object(RowMessage, original.__name__, call)
 
-    originals = GradientMessage.reduce, GradientMessage.add_to
-    GradientMessage.reduce = noted("begun", originals[0])
-    GradientMessage.add_to = noted("added", originals[1])
-    try:
+    with noted("begun", RowMessage.reduce), noted("added", RowMessage.wait):
         shards, gradients = provider(model)
         for part in ("head", 2, 1, 0, "embedding"):
             with gradients_of(gradients, part) as totals:
@@ -78,15 +79,13 @@ def walked(_rank):
                 for total in totals.values():
                     total.add_(1.0)
         gradients.wait_reductions()
-    finally:
-        GradientMessage.reduce, GradientMessage.add_to = originals
     return log, all(bool((shard == 1.0).all()) for shard in shards.values())
 
 
 def test_a_part_is_on_its_way_while_the_next_is_formed(ranks):
     ((log, all_added),) = ranks.run(walked, ranks=1)
     assert all_added
-    layer = "layers.{}.attention_norm.weight".format
+    layer = "layers.{}".format
     assert log == [
         ("formed", "head"),
         ("begun", "final_norm.weight"),
