@@ -17,8 +17,7 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, outer_parts, parameter_shapes
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.engine.providers.streamed_tensors import StreamedTensors
 from sppo.engine.unit import SequenceData
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.labels import IGNORED_LABEL
@@ -121,8 +120,7 @@ def check_step(
 
 
 def _is_plain(tensors: object) -> TypeGuard[Mapping[str, Tensor]]:
-    streamed = isinstance(tensors, StreamedWeights | StreamedGradients)
-    return isinstance(tensors, Mapping) and not streamed
+    return isinstance(tensors, Mapping) and not isinstance(tensors, StreamedTensors)
 
 
 def _needed_shapes(model: ModelConfig, pipeline: Pipeline) -> dict[str, Shape]:

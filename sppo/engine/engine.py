@@ -18,11 +18,11 @@ from sppo.engine.executor import Executor
 from sppo.engine.model_ends import ModelEnds
 from sppo.engine.msp.providers import BorrowedMemory, ShardProviders
 from sppo.engine.pipeline import ALONE, Pipeline
-from sppo.engine.providers.gradients import GradientProvider, ResidentGradients
+from sppo.engine.providers.gradients import GradientProvider
+from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.state_streams import StateStreams
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
-from sppo.engine.providers.weights import ResidentWeights, WeightPart, WeightProvider
+from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
+from sppo.engine.providers.weights import WeightProvider
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.engine.stage_providers import StageProviders
@@ -152,9 +152,9 @@ class Engine:
         alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
         self._store = offloaded or BlockStore()
         self._offloads: tuple[Schedule, OffloadSchedule] | None = None
-        self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
+        self._weights = WeightProvider(weights) if isinstance(weights, Mapping) else weights
         self._gradients = (
-            ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
+            GradientProvider(gradients) if isinstance(gradients, Mapping) else gradients
         )
         self._stacks = alone and self._weights.device.type == "cpu"
         if self._stacks:

@@ -21,7 +21,8 @@ from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.attention.prefix_attention import PrefixAttention
-from sppo.engine.providers.weights import WeightPart, visit
+from sppo.engine.providers.part_rows import WeightPart
+from sppo.engine.providers.weights import visit
 from sppo.engine.saved_tensors import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import TokenSpan, Unit

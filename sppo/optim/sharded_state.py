@@ -26,10 +26,10 @@ from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.gathered_weights import GatheredWeights
-from sppo.engine.providers.gradients import GradientProvider, ResidentGradients
-from sppo.engine.providers.row_views import Rows, RowViews
+from sppo.engine.providers.gradients import GradientProvider
+from sppo.engine.providers.part_rows import PartRows, Rows
 from sppo.engine.providers.sharded_gradients import ShardedGradients
-from sppo.engine.providers.weights import ResidentWeights, WeightProvider
+from sppo.engine.providers.weights import WeightProvider
 from sppo.kernels.gradient_norm import sum_of_squares
 from sppo.optim.adamw import STEP_KEY, global_norm
 from sppo.optim.fused_adamw import MOMENTS
@@ -175,9 +175,9 @@ class ShardedState:
         if part is not None:
             row[part.within].copy_(weight.reshape(-1)[part.elements])
 
-    def named(self, rows: Rows) -> RowViews:
+    def named(self, rows: Rows) -> PartRows:
         """Return the parameters of whole ``rows`` by global name."""
-        return RowViews(rows, self._layouts)
+        return PartRows(rows, self._layouts, {})
 
     def provider(self, weights: Rows) -> WeightProvider:
         """Return the engine's provider of weights; every rank must call this at the same point.
@@ -189,8 +189,8 @@ class ShardedState:
         if self._zero >= 3:
             groups = self._by_row({kind: self._mesh.gather_group(kind) for kind in self._buckets})
             if groups:
-                return GatheredWeights(weights, layouts=self._layouts, groups=groups)
-        return ResidentWeights(self.named(weights))
+                return GatheredWeights(PartRows(weights, self._layouts, groups))
+        return WeightProvider(self.named(weights))
 
     def gradient_provider(self, gradients: Rows) -> GradientProvider:
         """Return the engine's provider of gradients.
@@ -204,8 +204,8 @@ class ShardedState:
         """
         groups = self._by_row(self._mesh.groups.replicas) if self._zero >= 2 else {}
         if groups:
-            return ShardedGradients(gradients, layouts=self._layouts, groups=groups)
-        return ResidentGradients(
+            return ShardedGradients(PartRows(gradients, self._layouts, groups))
+        return GradientProvider(
             self.named(gradients),
             reduce=lambda stage: self._begin_reduction(stage, gradients),
             wait_reductions=self._end_reductions,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from sppo.engine.engine import Engine
-from sppo.engine.providers.gradients import ResidentGradients
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
-from sppo.engine.providers.weights import ResidentWeights
+from sppo.engine.providers.gradients import GradientProvider
+from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
+from sppo.engine.providers.weights import WeightProvider
 from sppo.model.gradients import zero_gradients
 from sppo.parallel.megatron import WeightSharding
 
@@ -72,8 +71,8 @@ class Streamed:
         self.sums = StreamedGradients(self.gradients, **how)
         self.engine = Engine(
             model,
-            weights=ResidentWeights(self.weights),
-            gradients=ResidentGradients(self.sums),
+            weights=WeightProvider(self.weights),
+            gradients=GradientProvider(self.sums),
             streamed_weights=self.weights,
             streamed_gradients=self.sums,
             pipeline=pipeline,

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo.engine.providers.weights import WeightPart, WeightProvider
+from sppo.engine.providers.part_rows import WeightPart
+from sppo.engine.providers.weights import WeightProvider
 from sppo.offload.held_bytes import HeldBytes
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.msp_exchange import MspExchange

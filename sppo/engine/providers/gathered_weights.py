@@ -10,31 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from sppo.engine.providers.row_views import Rows
-from sppo.engine.providers.sharded_parts import ShardedParts
-from sppo.engine.providers.streamed_weights import StreamedWeights
-from sppo.engine.providers.weights import WeightPart
-from sppo.parallel.flat_row import FlatRow
+from sppo.engine.providers.part_rows import PartRows, WeightPart
+from sppo.engine.providers.weights import WeightProvider
 from sppo.parallel.row_messages import RowMessage
 
 
-class GatheredWeights(ShardedParts):
+class GatheredWeights(WeightProvider):
     """Provider of weights that are sharded over ranks.
 
-    Implements :class:`sppo.engine.providers.weights.WeightProvider`. Shards are read at every
-    gather, so that the next step sees an update in place.
+    Shards are read at every gather, so that the next step sees an update in place.
     """
 
-    def __init__(
-        self,
-        shards: Rows,
-        *,
-        layouts: Mapping[str, FlatRow],
-        groups: Mapping[str, ProcessGroup],
-    ) -> None:
-        super().__init__(shards, layouts=layouts, groups=groups)
+    def __init__(self, shards: PartRows) -> None:
+        super().__init__(shards)
+        self._shards = shards
         self._visits: Iterator[WeightPart] = iter(())
         self._next: WeightPart | None = None
         self._ahead: list[RowMessage] | None = None
@@ -54,7 +44,7 @@ class GatheredWeights(ShardedParts):
         assert part == self._next, f"{part} is taken where {self._next} was announced"
         if self._held_part is None:
             self._fetch_ahead()  # if its shards were not on the device before
-            self._held_part, self._held = part, self._arrived()
+            self._held_part, self._held = part, self._arrived(part)
         assert self._held_part == part, f"{part} is taken before {self._held_part} is released"
         self._next = next(self._visits, None)
         self._fetch_ahead()
@@ -73,22 +63,20 @@ class GatheredWeights(ShardedParts):
         part, shards = self._next, self._shards
         if part is None or part == self._held_part or self._ahead is not None:
             return
-        if isinstance(shards, StreamedWeights) and not shards.has(self._keys[part]):
+        whole = shards.part_bytes[part]
+        if self._held_part is not None:
+            whole += shards.part_bytes[self._held_part]
+        if whole > shards.room_bytes or not shards.are_here(part):
             return
-        held = 0 if self._held_part is None else self._part_bytes[self._held_part]
-        if held + self._part_bytes[part] > self.room_bytes:
-            return
-        self._ahead = [
-            message.gather(shards[message.key]) for message in self._messages(part, torch.empty)
-        ]
-        self._count(held + self._part_bytes[part])
+        self._ahead = shards.messages(part, torch.empty)
+        for message in self._ahead:
+            message.gather(shards.rows[message.key])
+        shards.count_whole(whole)
 
-    def _arrived(self) -> dict[str, Tensor]:
+    def _arrived(self, part: WeightPart) -> dict[str, Tensor]:
         """Wait for the next part; return its whole weights by the names that ``take`` uses."""
-        assert self._ahead is not None, "room was made for what is wanted next"
-        part, messages = self._next, self._ahead
-        assert part is not None, "checked by take"
-        self._ahead = None
+        messages, self._ahead = self._ahead, None
+        assert messages is not None, "room was made for what is wanted next"
         for message in messages:
             message.wait()
-        return self._views(part, messages)
+        return self._shards.views(part, messages)

@@ -6,8 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from sppo.engine.providers.gradients import GradientProvider
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.schedule.actions import Action, ActionKind
 
 

@@ -11,8 +11,7 @@ from sppo.config.run import OptimizerConfig
 from sppo.cost.candidate import Candidate, layers_of_stages
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import stage_shapes
-from sppo.engine.providers.gathered_weights import GatheredWeights
-from sppo.engine.providers.sharded_gradients import ShardedGradients
+from sppo.engine.providers.part_rows import PartRows
 from sppo.hardware.presets import PRESETS
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
@@ -72,10 +71,10 @@ def test_weights_of_which_a_device_keeps_its_shards(variant, vocab_size, num_sta
             for key, layout in layouts.items()
         }
         groups = dict.fromkeys(layouts, TwoRanks())
-        gathered = GatheredWeights(shards, layouts=layouts, groups=groups)
+        gathered = PartRows(shards, layouts, groups)
         assert memory.device.weights_bytes == total(shards.values()) + gathered.room_bytes
         sums = zero_gradients(shards)
-        formed = ShardedGradients(sums, layouts=layouts, groups=groups)
+        formed = PartRows(sums, layouts, groups)
         assert memory.device.gradients_bytes == total(sums.values()) + formed.room_bytes
     kept = evaluate_candidate(replace(candidate, zero=2)).memory
     assert [m.device.gradients_bytes for m in kept] == [

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.providers.gathered_weights import GatheredWeights
+from sppo.engine.providers.part_rows import PartRows
 from sppo.parallel.row_messages import RowMessage
 from tests.engine.models import random_sequence, random_weights, tiny_model
 from tests.engine.providers.rows import layouts_of, rows_of
@@ -21,7 +22,7 @@ def provider(rank, model, weights):
     layouts = layouts_of(parameter_shapes(model), ranks=group.size(), rank=rank)
     rows = rows_of(weights, layouts)
     shards = {key: row[layouts[key].own].clone() for key, row in rows.items()}
-    return GatheredWeights(shards, layouts=layouts, groups=dict.fromkeys(layouts, group))
+    return GatheredWeights(PartRows(shards, layouts, dict.fromkeys(layouts, group)))
 
 
 def evaluated(rank, cuts):

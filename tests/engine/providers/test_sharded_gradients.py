@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
 from sppo.engine.providers.gradients import gradients_of
+from sppo.engine.providers.part_rows import PartRows
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
 from sppo.parallel.row_messages import RowMessage
@@ -56,7 +57,7 @@ def provider(model):
     layouts = layouts_of(parameter_shapes(model))
     shards = zero_gradients(rows_of(random_weights(model), layouts))
     groups = dict.fromkeys(layouts, dist.group.WORLD)
-    return shards, ShardedGradients(shards, layouts=layouts, groups=groups)
+    return shards, ShardedGradients(PartRows(shards, layouts, groups))
 
 
 def walked(_rank):

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sppo.engine.providers.state_streams import StateStreams
-from sppo.engine.providers.streamed_gradients import StreamedGradients
-from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.generate import generate
