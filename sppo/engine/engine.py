@@ -15,7 +15,6 @@ from sppo.config.model import ModelConfig
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor
-from sppo.engine.model_ends import ModelEnds
 from sppo.engine.msp.providers import BorrowedMemory, ShardProviders
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.providers.gradients import GradientProvider
@@ -189,17 +188,12 @@ class Engine:
             sent=pipeline.msp_links is not None,
             poison=self._debug,
         )
-        self._ends = ModelEnds(
-            model,
-            weights=weights,
-            gradients=self._gradients,
-            store=self._store,
-            loss_terms=self._loss_terms,
+        self._whole = StageProviders(
+            model, weights, self._gradients, self._store, self._kv, self._loss_terms
         )
-        whole = StageProviders(weights, self._gradients, self._kv, self._ends)
-        stage = partial(Stage, self._model, store=self._store, kv=self._kv, exchange=exchange)
+        stage = partial(Stage, self._model, exchange=exchange)
         self._stages = {
-            index: stage(layers=layers, providers=whole, input_every=self._input_every)
+            index: stage(layers=layers, providers=self._whole, input_every=self._input_every)
             for index, layers in pipeline.layers(model.num_layers).items()
         }
         self._shards: dict[int, ShardProviders] = {}
@@ -208,7 +202,7 @@ class Engine:
             return
         assert model is self._model, "with Megatron no unit is cut: checked before training"
         for index, layers in enumerate(pipeline.all_layers(model.num_layers)):
-            self._shards[index] = ShardProviders(model, weights=weights, whole=whole)
+            self._shards[index] = ShardProviders(self._whole)
             self._shard_stages[index] = stage(layers=layers, providers=self._shards[index])
 
     @torch.no_grad()
@@ -257,7 +251,7 @@ class Engine:
             before_action=before_action,
             on_failure=on_failure,
         )
-        losses = [loss.double().sum() for loss in self._ends.take_losses().values()]
+        losses = [loss.double().sum() for loss in self._take_losses().values()]
         nothing = torch.zeros((), dtype=torch.float64)
         return StepResult(
             torch.stack(losses).sum() if losses else nothing,
@@ -278,8 +272,14 @@ class Engine:
         """
         self._check([data], [boundaries], num_valid=None)
         self._run([data], [boundaries], loss_scale=None)
-        losses = self._ends.take_losses()
+        losses = self._take_losses()
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
+
+    def _take_losses(self) -> dict[UnitKey, Tensor]:
+        """Return the unscaled losses ``[C]`` of the units since the last call, by unit."""
+        losses = dict(self._whole.token_losses)
+        self._whole.token_losses.clear()
+        return losses
 
     def schedule(self, lengths: Sequence[Sequence[int]]) -> Schedule:
         """Return the program of a training step of sequences cut into ``lengths``.

@@ -19,7 +19,7 @@ from sppo.activations.activation_layout import ActivationKey, ActivationLayout, 
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.engine.attention.kv_store import KVStore, StoredKV
+from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
@@ -30,7 +30,6 @@ from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink
 from sppo.model.layer import Layer, Saved
 from sppo.model.rope import rotary_table
-from sppo.offload.block_store import BlockStore
 from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -44,9 +43,8 @@ class Stage:
     Args:
         model: Model configuration.
         layers: Half-open range of layers.
-        providers: Weights, sinks of gradients, keys and values, and the model's ends.
-        store: Store of saved tensors, shared by all stages of the rank.
-        kv: Store of keys and values, shared by all stages of the rank.
+        providers: Weights, sinks of gradients, keys and values, and the model's ends; their stores
+            are shared by all stages of the rank.
         input_every: Save the input of every `input_every`-th layer only, where attention outputs
             are saved; the other inputs are recomputed, see :meth:`_recompute_input`.
         exchange: Communication with the ranks over which every unit's tokens are sharded; None if
@@ -59,8 +57,6 @@ class Stage:
         *,
         layers: range,
         providers: StageProviders,
-        store: BlockStore,
-        kv: KVStore,
         input_every: int = 1,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
     ) -> None:
@@ -68,11 +64,9 @@ class Stage:
         self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
         self.model = model if self._tensor is None else self._tensor.sharding.own_model
         self._layers, self._providers = layers, providers
-        self.store = store
-        """Store of saved tensors, shared by all stages of the rank."""
-        self._kv = kv
+        self.store, self._kv = providers.saved, providers.kv_store
         self._blocks = BlockLayout(
-            tensor_bytes_per_token(self.model, element_bytes=kv.dtype.itemsize),
+            tensor_bytes_per_token(self.model, element_bytes=self._kv.dtype.itemsize),
             layers=self._layers,
             input_every=input_every,
         )
@@ -193,7 +187,7 @@ class Stage:
         """
         training = loss_scale is not None
         self._providers.begin(unit, self._layers, forward=True)
-        x = self._providers.ends.embed(unit) if x_CE is None else x_CE
+        x = self._providers.embed(unit) if x_CE is None else x_CE
         del x_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
         for index in self._layers:
@@ -214,7 +208,7 @@ class Stage:
             self._release_sequence(unit.sequence)
         if not self.is_last:
             return x
-        self._providers.ends.loss(unit, x, loss_scale)
+        self._providers.loss(unit, x, loss_scale)
         return None
 
     def backward(
@@ -239,7 +233,7 @@ class Stage:
             Gradient of the input ``[C, E]``; None on the first stage.
         """
         self._providers.begin(unit, self._layers[::-1], forward=False)
-        dx = self._providers.ends.take_loss_gradient(unit) if dy_CE is None else dy_CE
+        dx = self._providers.take_loss_gradient(unit) if dy_CE is None else dy_CE
         del dy_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
 
@@ -270,7 +264,7 @@ class Stage:
             self._release_sequence(unit.sequence)
         if not self.is_first:
             return dx
-        self._providers.ends.embed_backward(unit, dx)
+        self._providers.embed_backward(unit, dx)
         return None
 
     def recompute_kv(self, unit: Unit) -> None:

@@ -1,34 +1,64 @@
-"""What a stage takes to run a unit: weights, sinks of gradients, keys and values, and the ends."""
+"""What a stage takes to run a unit: weights, sinks of gradients, keys and values, and the ends.
+
+The ends of the model are its embedding, on the rank with the first layer, and its head, on the rank
+with the last. Forward of the head computes the loss and the gradient of the head's input, tile by
+tile, so logits are never kept for backward.
+
+Legend: C tokens of the unit, E hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from torch import Tensor
+from torch.nn import functional
+
+from sppo.activations.activation_layout import ActivationKey
+from sppo.config.model import ModelConfig
 from sppo.engine.attention.kv_store import KVStore, StoredKV
-from sppo.engine.model_ends import Ends
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
-from sppo.engine.providers.weights import PartProvider
+from sppo.engine.providers.weights import PartProvider, WeightProvider, visit
 from sppo.engine.unit import Unit
+from sppo.kernels.cross_entropy import (
+    LossTerms,
+    linear_cross_entropy,
+    linear_cross_entropy_with_gradient,
+)
 from sppo.model.gradients import GradientSink, GradientSum
+from sppo.model.layer import Weights, norm, norm_backward
+from sppo.offload.block_store import BlockStore
+from sppo.schedule.actions import UnitKey
 
 
-@dataclass(slots=True)
+@dataclass
 class StageProviders:
     """Providers of the units that the rank of a stage runs alone; MSP shards have others.
 
     Attributes:
-        weights: Provider of the parameters of the layers, in the compute dtype.
+        model: Model configuration.
+        own_weights: Provider of the parameters of the rank's stages, in the compute dtype.
         gradients: Provider of buffers to add gradients to; None for evaluation only.
-        store: Store of keys and values of the rank.
-        ends: Embedding and head.
+        saved: Store of saved tensors of the rank.
+        kv_store: Store of keys and values of the rank.
+        loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
+        token_losses: Unscaled losses ``[C]`` of the units that were computed, by unit.
     """
 
-    weights: PartProvider
+    model: ModelConfig
+    own_weights: WeightProvider
     gradients: GradientProvider | None
-    store: KVStore
-    ends: Ends
+    saved: BlockStore
+    kv_store: KVStore
+    loss_terms: LossTerms
+    token_losses: dict[UnitKey, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.weights: PartProvider = self.own_weights
+        """Provider of the weights of the layers."""
+        self._head = "embed.weight" if self.model.tie_embeddings else "head.weight"
 
     def begin(self, unit: Unit, layers: Sequence[int], *, forward: bool) -> None:
         """Prepare for a pass of ``unit`` through ``layers``, in this order.
@@ -45,4 +75,69 @@ class StageProviders:
 
     def kv(self, unit: Unit, layer: int) -> StoredKV:
         """Return the keys and values that the queries of ``unit`` see in a layer."""
-        return StoredKV(self.store, layer, unit.sequence, unit.span)
+        return StoredKV(self.kv_store, layer, unit.sequence, unit.span)
+
+    def embed(self, unit: Unit) -> Tensor:
+        """Return the input of the first layer, ``[C, E]``."""
+        with visit(self.own_weights, "embedding") as weights:
+            x = functional.embedding(unit.tokens_C, weights["embed.weight"])
+            if self.model.position == "learned":
+                x = x + functional.embedding(unit.positions_C, weights["positions.weight"])
+        return x
+
+    def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
+        """Add the gradients of the embedding, given the gradient of the first layer's input."""
+        assert self.gradients is not None, "training needs gradient buffers"
+        with gradients_of(self.gradients, "embedding") as totals:
+            embed = totals["embed.weight"]
+            embed.index_add_(0, unit.tokens_C, dx_CE.to(embed.dtype))
+            if self.model.position == "learned":
+                positions = totals["positions.weight"]
+                positions.index_add_(0, unit.positions_C, dx_CE.to(positions.dtype))
+
+    def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
+        """Compute the losses of a unit; in training, save the gradient of ``x_CE``, too.
+
+        Args:
+            unit: Unit to compute; its labels are read.
+            x_CE: Output of the last layer.
+            loss_scale: Factor of the summed loss; None computes losses only.
+        """
+        with visit(self.own_weights, "head") as weights:
+            hidden = norm(self.model, "final_norm", x_CE, weights)
+            if loss_scale is None:
+                losses = linear_cross_entropy(hidden, weights[self._head], unit.labels_C)
+            else:
+                losses = self._loss_and_gradient(unit, x_CE, hidden, weights, loss_scale)
+        self.token_losses[unit.key] = losses
+
+    def take_loss_gradient(self, unit: Unit) -> Tensor:
+        """Return the gradient ``[C, E]`` of the last layer's output, once per unit."""
+        _, retained = self.saved.get(self._key(unit))
+        return retained["dx"]
+
+    def _loss_and_gradient(
+        self, unit: Unit, x_CE: Tensor, hidden_CE: Tensor, weights: Weights, loss_scale: float
+    ) -> Tensor:
+        """Return the losses ``[C]``, add the head's gradients, and save the gradient of ``x_CE``.
+
+        ``hidden_CE`` is ``x_CE`` after the final norm.
+        """
+        assert self.gradients is not None, "training needs gradient buffers"
+        with gradients_of(self.gradients, "head") as totals:
+            losses, dhidden = linear_cross_entropy_with_gradient(
+                hidden_CE,
+                weights[self._head],
+                unit.labels_C,
+                scale=loss_scale,
+                dweight_VE=totals[self._head],
+                terms=self.loss_terms,
+            )
+            sink = GradientSum(totals)
+            dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
+        self.saved.put(self._key(unit), retained={"dx": dx})
+        return losses
+
+    def _key(self, unit: Unit) -> ActivationKey:
+        """Return the key of the head, the layer after the last one."""
+        return ActivationKey(*unit.key, self.model.num_layers)

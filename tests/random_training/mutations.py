@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from sppo.engine import engine, model_ends
+from sppo.engine import engine, stage_providers
 from sppo.engine.attention import kv_store, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
@@ -232,12 +232,12 @@ def window_one_short() -> Iterator[None]:
 @contextmanager
 def smoothing_forgotten() -> Iterator[None]:
     """The gradient of the loss leaves label smoothing out."""
-    gradient = model_ends.linear_cross_entropy_with_gradient
+    gradient = stage_providers.linear_cross_entropy_with_gradient
 
     def plain(*arguments: Any, terms: Any, **options: Any) -> Any:
         return gradient(*arguments, terms=replace(terms, label_smoothing=0.0), **options)
 
-    with patch.object(model_ends, "linear_cross_entropy_with_gradient", plain):
+    with patch.object(stage_providers, "linear_cross_entropy_with_gradient", plain):
         yield
 
 

@@ -1,7 +1,7 @@
 """Warm-up: it runs what the run runs later."""
 
 from sppo.config import load_run
-from sppo.engine import model_ends
+from sppo.engine import stage_providers
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.warm_up import warm_up
@@ -12,14 +12,14 @@ def test_a_rank_warms_up_with_its_share_of_a_subsequence_and_the_terms_of_the_lo
     work, monkeypatch
 ):
     """All of it might not fit; a kernel is compiled for each number of rows, and for the terms."""
-    seen, terms_seen, taken = set(), set(), model_ends.linear_cross_entropy_with_gradient
+    seen, terms_seen, taken = set(), set(), stage_providers.linear_cross_entropy_with_gradient
 
     def watched(hidden_CH, *args, terms, **options):
         seen.add(len(hidden_CH))
         terms_seen.add(terms)
         return taken(hidden_CH, *args, terms=terms, **options)
 
-    monkeypatch.setattr(model_ends, "linear_cross_entropy_with_gradient", watched)
+    monkeypatch.setattr(stage_providers, "linear_cross_entropy_with_gradient", watched)
     run = load_run(
         write_run(
             work / "run.yaml",

@@ -11,17 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.msp.ends import SharedEnds
 from sppo.engine.msp.gradients import SharedGradients
 from sppo.engine.msp.shard import MspShard, as_shard
 from sppo.engine.msp.shared_kv import SharedKV
 from sppo.engine.msp.weights import SharedWeights
 from sppo.engine.providers.gradients import gradients_of
-from sppo.engine.providers.weights import WeightProvider
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
 from sppo.model.gradients import GradientSink
@@ -40,20 +38,24 @@ class BorrowedMemory:
 class ShardProviders(StageProviders):
     """Providers of the shards of one stage.
 
-    Their weights are those of the pass that :meth:`begin` began.
+    The weights of the layers are those of the pass that :meth:`begin` began. The owner computes
+    embedding and loss for all shards at once.
 
     Args:
-        model: Model configuration.
-        weights: Provider of the rank's own stages; the owner sends from it.
         whole: Providers of the whole units of the rank.
     """
 
-    def __init__(
-        self, model: ModelConfig, *, weights: WeightProvider, whole: StageProviders
-    ) -> None:
-        ends = SharedEnds(whole.ends, model.hidden_size, weights.dtype, weights.device)
-        super().__init__(weights, whole.gradients, whole.store, ends)
-        self._model, self._shapes, self._own_weights = model, layer_shapes(model), weights
+    def __init__(self, whole: StageProviders) -> None:
+        super().__init__(
+            whole.model,
+            whole.own_weights,
+            whole.gradients,
+            whole.saved,
+            whole.kv_store,
+            whole.loss_terms,
+            whole.token_losses,
+        )
+        self._shapes = layer_shapes(whole.model)
         self._ahead: dict[int, SharedKV] = {}
         self._borrowed_weights, self._borrowed_kv = HeldBytes(), HeldBytes()
 
@@ -75,7 +77,7 @@ class ShardProviders(StageProviders):
         self.weights = SharedWeights(
             shard.exchange,
             layers,
-            own=self._own_weights,
+            own=self.own_weights,
             shapes=self._shapes,
             beside=prefix,
             borrowed=self._borrowed_weights,
@@ -92,8 +94,8 @@ class ShardProviders(StageProviders):
                 shard.exchange,
                 totals=totals,
                 shapes=self._shapes,
-                dtype=self._own_weights.dtype,
-                device=self._own_weights.device,
+                dtype=self.own_weights.dtype,
+                device=self.own_weights.device,
             )
             yield sink
             sink.finish()
@@ -106,11 +108,44 @@ class ShardProviders(StageProviders):
         kv.fetch()
         return kv
 
+    def embed(self, unit: Unit) -> Tensor:
+        """Return this shard of the first stage's input, computed and scattered by the owner."""
+        shard = as_shard(unit)
+        is_owner = shard.exchange.is_owner
+        return self._scattered(shard, super().embed(shard.whole) if is_owner else None)
+
+    def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
+        """Gather the gradient of the first stage's input; the owner adds embedding gradients."""
+        shard = as_shard(unit)
+        whole_CE = shard.exchange.gather(dx_CE, shard.sizes)
+        if whole_CE is not None:
+            super().embed_backward(shard.whole, whole_CE)
+
+    def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
+        """Gather the last stage's output at the owner, which computes the losses."""
+        shard = as_shard(unit)
+        whole_CE = shard.exchange.gather(x_CE, shard.sizes)
+        if whole_CE is not None:
+            super().loss(shard.whole, whole_CE, loss_scale)
+
+    def take_loss_gradient(self, unit: Unit) -> Tensor:
+        """Return this shard of the gradient that the last stage's owner computed in forward."""
+        shard = as_shard(unit)
+        is_owner = shard.exchange.is_owner
+        return self._scattered(shard, super().take_loss_gradient(shard.whole) if is_owner else None)
+
+    def _scattered(self, shard: MspShard, whole_CE: Tensor | None) -> Tensor:
+        """Return this shard's rows of the owner's tensor of the whole unit."""
+        shape = (shard.tokens_C.shape[0], self.model.hidden_size)
+        own = torch.empty(shape, dtype=self.own_weights.dtype, device=self.own_weights.device)
+        parts = None if whole_CE is None else list(torch.split(whole_CE, list(shard.sizes)))
+        return shard.exchange.scatter(parts, own)
+
     def _shared_kv(self, shard: MspShard, layer: int) -> SharedKV:
         return SharedKV(
             shard,
             layer=layer,
-            window=self._model.window_of(layer),
-            store=self.store,
+            window=self.model.window_of(layer),
+            store=self.kv_store,
             borrowed=self._borrowed_kv,
         )
