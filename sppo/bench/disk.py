@@ -21,7 +21,7 @@ from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
 from sppo.offload.disk.disk_room import disk_room, is_memory
 from sppo.offload.disk.file_tier import FileTier
-from sppo.offload.worker_pool import THREADS, WorkerPool, wait_for
+from sppo.offload.worker_pool import THREADS, wait_for
 from sppo.units import MIB, format_bytes
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 1024 * MIB, 128 * MIB
@@ -54,9 +54,9 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
     memory = HostArena(memory_bytes).tensor(0, (memory_bytes,), torch.uint8).numpy()
     size_bytes = _QUICK_FILE_BYTES if quick else _FILE_BYTES
     with ExitStack() as stack:
-        pool = stack.enter_context(closing(WorkerPool("sppo disk")))
-        tier = stack.enter_context(closing(FileTier(directory, size_bytes, pool)))
-        stack.callback(pool.drain)
+        tier = stack.enter_context(closing(FileTier()))
+        tier.open(directory, size_bytes)
+        stack.callback(tier.drain)
         _fill_with_noise(memory)
         halves = np.split(memory, 2)
         _write_all(tier, halves[0])

@@ -30,7 +30,6 @@ from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.linear import linear
-from sppo.offload.cpu_lane import CpuLane
 from sppo.offload.cuda_lane import CudaLane
 from sppo.offload.disk.file_tier import whole_sectors
 from sppo.offload.lane import Lane
@@ -180,7 +179,7 @@ def measure_overlap(
 
 
 def _lane(device: str) -> Lane:
-    return CudaLane(torch.device(device)) if device == "cuda" else CpuLane()
+    return CudaLane(torch.device(device)) if device == "cuda" else Lane()
 
 
 def saved_bytes_per_token(layer: MeasuredLayer) -> int:
@@ -292,7 +291,7 @@ class _Copier:
         if directory is not None:
             count = max(_SLOTS, min(8, _MOST_FILE_BYTES // slot_bytes))
             self._places = [index * slot_bytes for index in range(count)]
-            lane.open_file(directory, count * slot_bytes)
+            lane.file.open(directory, count * slot_bytes)
         self._turn = 0
         self._copied: Event | None = None
         self._written: list[Event | None] = [None] * _SLOTS
@@ -311,7 +310,7 @@ class _Copier:
         self._copied = self._lane.out([(memory[: self._size_bytes], source)], after=after)
         if self._places:
             place = self._places[self._turn % len(self._places)]
-            self._written[slot] = self._lane.write(place, memory, after=[self._copied])
+            self._written[slot] = self._lane.file.write(place, memory.numpy(), after=[self._copied])
         self._turn += 1
 
     def end(self) -> None:

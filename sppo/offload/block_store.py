@@ -29,7 +29,6 @@ from sppo.activations.activation_layout import (
     OffloadSchedule,
 )
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.cpu_lane import CpuLane
 from sppo.offload.integrity import Checksums
 from sppo.offload.lane import Lane
 from sppo.offload.retained import RetainedTensors, copied, on_its_own
@@ -65,7 +64,7 @@ class BlockStore:
         """True if tensors can leave the device."""
         self.retained = RetainedTensors()
         """Tensors that stay on the device; replaced before the first step to keep a stack."""
-        self._lane = lane or CpuLane()
+        self._lane = lane or Lane()
         self._tier = HostTier(self._lane) if disk is None else DiskTier(self._lane, disk)
         self._ring = Slots()
         self._source_lag = source_lag

@@ -48,7 +48,7 @@ class StreamEvent:
 
 
 class CudaLane(Lane):
-    """:class:`sppo.offload.lane.Lane` of one CUDA device.
+    """Lane of one CUDA device.
 
     Args:
         device: CUDA device.
@@ -77,7 +77,6 @@ class CudaLane(Lane):
         self._most_host_bytes = most_host_bytes
         self._arenas: dict[str, LockedArena] = {}
         self._timings: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-        self._host_wait_s = 0.0
         self._closed = False
         self.given_up = False
         """True if the device did not finish in time or failed: nothing may wait for it any more."""
@@ -124,11 +123,11 @@ class CudaLane(Lane):
         Returns:
             Whether the device has done all copies in time; if not, it may still use the memory.
         """
-        if not self._drain_disk(limit_s=0.0 if self.given_up else self._failed_step_timeout_s):
+        if not self.file.drain(limit_s=0.0 if self.given_up else self._failed_step_timeout_s):
             self.given_up = True
         done = self._wait_for_device()
         # Events of skipped copies were never recorded.
-        self._timings, self._host_wait_s = {}, 0.0
+        self._timings, self._exposed_s = {}, 0.0
         return done
 
     def take_times(self) -> CopyReport:
@@ -138,9 +137,9 @@ class CudaLane(Lane):
             name: sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
             for name, pairs in self._timings.items()
         }
-        exposed_s = seconds.get("compute", 0.0) + self._host_wait_s
-        self._timings, self._host_wait_s = {}, 0.0
-        write_s, read_s = self._take_disk_s()
+        exposed_s = seconds.get("compute", 0.0) + self._exposed_s
+        self._timings, self._exposed_s = {}, 0.0
+        write_s, read_s = self.file.take_s()
         return CopyReport(
             exposed_s=exposed_s,
             out_s=max(seconds.get("out", 0.0), write_s),
@@ -156,9 +155,8 @@ class CudaLane(Lane):
             return
         if self._failed_step_timeout_s is not None:
             self.drain()
-        self._end_threads(waits=not self.given_up)
+        self.file.close(waits=not self.given_up)
         if self._wait_for_device():
-            self._close_file()
             for arena in self._arenas.values():
                 arena.release()
         self._closed = True  # last, so that an interrupted close can be repeated
@@ -189,7 +187,7 @@ class CudaLane(Lane):
                 continue
             begin_s = time.perf_counter()
             wait_for(event)
-            self._host_wait_s += time.perf_counter() - begin_s
+            self._exposed_s += time.perf_counter() - begin_s
         with torch.no_grad(), _cuda.stream(stream):
             if self._delay_cycles:
                 _cuda._sleep(self._delay_cycles)

@@ -1,45 +1,52 @@
-"""Base class of lanes: copies between a device and the tiers behind it, ordered by events.
+"""Lanes: copies between a device and the tiers behind it, ordered by events.
 
-A lane copies out of the device and back, and writes and reads a file on a disk. Every copy is given
-the events that it waits for; nothing else orders copies with each other or with compute. Copies
-that were enqueued earlier never wait for later ones, so copies cannot deadlock.
+A lane copies out of the device and back, and has a file on a disk. Every copy is given the events
+that it waits for; nothing else orders copies with each other or with compute. Copies that were
+enqueued earlier never wait for later ones, so copies cannot deadlock.
 
-Implementations: :mod:`sppo.offload.cpu_lane`, :mod:`sppo.offload.cuda_lane`, and one in the tests
-that runs copies in random order and checks all accesses to memory.
+The lanes of this module are those of a CPU. Others are :mod:`sppo.offload.cuda_lane`, and one in
+the tests that runs copies in random order and checks all accesses to memory.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from concurrent.futures import Future
+from functools import partial
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sppo.offload.arena import HostArena
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.disk.file_tier import FileTier
-from sppo.offload.worker_pool import Event, WorkerPool
+from sppo.offload.worker_pool import Event, WorkerPool, wait_for
 
 Copy = tuple[Tensor, Tensor]
 """Copy as (target, source): contiguous tensors with the same shape and dtype."""
 
 
-class Lane(ABC):
-    """Copies of one device, and a file; only the thread that issues compute may call the methods.
+class Lane:
+    """Copies of a CPU, and a file; only the thread that issues compute may call the methods.
+
+    Compute runs in the calling thread: issued compute is done, and compute waits for a copy by
+    blocking. Device memory is host memory, so what leaves is copied to its slot at once. Slots and
+    ring are host arenas, resident from the start and counted by the planner.
 
     Args:
         begin: Function that every thread of the disk calls first; None for none.
     """
 
-    reads_to_device: bool
+    reads_to_device = True
     """True if device memory is host memory, into which the disk is read directly."""
 
     def __init__(self, *, begin: Callable[[], None] | None = None) -> None:
-        self._begin_thread = begin
-        self._pool: WorkerPool | None = None
-        self._file: FileTier | None = None
+        self.file = FileTier(begin=begin)
+        self._exposed_s = 0.0
 
-    @abstractmethod
     def host_memory(self, name: str, size_bytes: int) -> Tensor:
         """Allocate host memory for fast copies: uint8, page-aligned.
 
@@ -51,94 +58,115 @@ class Lane(ABC):
         Raises:
             MemoryError: The host lacks memory, or the memory may not be page-locked.
         """
+        return HostArena(size_bytes).tensor(0, (size_bytes,), torch.uint8)
 
-    @abstractmethod
     def device_memory(self, size_bytes: int) -> Tensor:
         """Allocate device memory for blocks that come back: uint8, page-aligned.
 
         Raises:
             MemoryError: The device lacks memory.
         """
+        return self.host_memory("device", size_bytes)
 
-    def open_file(self, directory: Path, size_bytes: int) -> None:
-        """Reserve a file on the disk, in place of any earlier file.
-
-        Raises:
-            OSError: The directory cannot be used, or the disk lacks space.
-        """
-        if self._pool is None:
-            self._pool = WorkerPool("sppo disk", begin=self._begin_thread)
-        self._close_file()
-        self._file = None  # also if there is no room for the next one
-        self._file = FileTier(directory, size_bytes, self._pool)
-
-    @abstractmethod
     def computed(self, tensors: Sequence[Tensor]) -> Event:
         """Return the end of all compute issued so far, which includes all uses of ``tensors``."""
+        return _now()
 
-    @abstractmethod
     def out(self, copies: Sequence[Copy], *, after: Sequence[Event]) -> Event:
-        """Copy from the device to host memory.
+        """Copy from the device to host memory: here now, as a thread would take the same cores.
 
         The caller keeps the sources until it has called :meth:`before_compute`.
         """
+        begin_s = time.perf_counter()
+        for event in after:
+            wait_for(event)
+        for target, source in copies:
+            np.copyto(as_bytes(target), as_bytes(source))
+        self._exposed_s += time.perf_counter() - begin_s
+        return _now()
 
-    @abstractmethod
     def back(self, copies: Sequence[Copy], *, after: Sequence[Event]) -> Event:
         """Copy from host memory to the device."""
+        return self.out(copies, after=after)
 
-    def write(self, offset_bytes: int, data: Tensor, *, after: Sequence[Event]) -> Event:
-        """Write host memory, whole sectors of uint8, to the file.
-
-        Raises:
-            OSError: The disk failed in an earlier transfer.
-        """
-        assert self._file is not None, "open_file() comes before writing"
-        return self._file.write(offset_bytes, data.numpy(), after=after)
-
-    def read(self, offset_bytes: int, data: Tensor, *, after: Sequence[Event]) -> Event:
-        """Read the file into host memory, whole sectors of uint8."""
-        assert self._file is not None, "open_file() comes before reading"
-        return self._file.read(offset_bytes, data.numpy(), after=after)
-
-    @abstractmethod
     def before_compute(self, event: Event) -> None:
         """Make compute issued from now on wait for a copy, and then use what it copied.
 
         Raises:
             OSError: The disk failed.
         """
+        begin_s = time.perf_counter()
+        try:
+            wait_for(event)
+        finally:
+            self._exposed_s += time.perf_counter() - begin_s
 
-    @abstractmethod
     def drain(self) -> bool:
         """Skip copies that have not started, wait for the others, drop errors and times.
 
         Returns:
             Whether all copies have ended; if not, they may still use their memory.
         """
+        self.take_times()
+        return self.file.drain()
 
-    @abstractmethod
     def take_times(self) -> CopyReport:
         """Return a report of the times since the last call, without bytes."""
+        exposed_s, self._exposed_s = self._exposed_s, 0.0
+        out_s, back_s = self.file.take_s()
+        return CopyReport(exposed_s=exposed_s, out_s=out_s, back_s=back_s)
 
-    @abstractmethod
     def close(self) -> None:
         """End all copies and free file and memory; repeated calls do nothing."""
+        self.file.close()
 
-    def _drain_disk(self, *, limit_s: float | None = None) -> bool:
-        """Skip transfers that have not started; return whether the others ended in time."""
-        return self._pool is None or self._pool.drain(limit_s=limit_s)
 
-    def _take_disk_s(self) -> tuple[float, float]:
-        """Return the seconds in which the disk was (written, read) since the last call."""
-        if self._file is None:
-            return 0.0, 0.0
-        return self._file.writing.take_s(), self._file.reading.take_s()
+class MappedFileLane(Lane):
+    """Lane of a CPU to and from a file that is mapped into memory.
 
-    def _end_threads(self, *, waits: bool = True) -> None:
-        if self._pool is not None:
-            self._pool.close(waits=waits)
+    Pages of the file are read from the disk and written to it as they are touched, so threads copy
+    while compute goes on.
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    Args:
+        drop_pages: Called after each copied tensor, to drop its pages from memory.
+    """
+
+    def __init__(self, drop_pages: Callable[[], None]) -> None:
+        super().__init__()
+        self._threads = WorkerPool("sppo state")
+        self._drop_pages = drop_pages
+
+    def host_memory(self, name: str, size_bytes: int) -> Tensor:
+        """Allocate memory of the device."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def out(self, copies: Sequence[Copy], *, after: Sequence[Event]) -> Event:
+        """Start to copy in a thread."""
+        return self._threads.submit(partial(self._copy, copies), after=after)
+
+    def drain(self) -> bool:
+        """Skip copies that have not started, wait for the others, drop errors and times."""
+        self.take_times()
+        return self._threads.drain()
+
+    def close(self) -> None:
+        """End the threads; repeated calls do nothing."""
+        self._threads.close()
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        for target, source in copies:
+            np.copyto(as_bytes(target), as_bytes(source))
+            self._drop_pages()
+
+
+def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
+    assert tensor.is_contiguous(), "a tensor is moved in one piece"
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _now() -> Future[None]:
+    """Return a reached event."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

@@ -222,7 +222,7 @@ class DiskTier(HostTier):
         self._reads.clear()  # of a failed step
         if schedule.tier_bytes > self.disk_bytes:
             self.disk_bytes = 0
-            self._lane.open_file(self._directory, schedule.tier_bytes)
+            self._lane.file.open(self._directory, schedule.tier_bytes)
             self.disk_bytes = schedule.tier_bytes
         self.reserve_host(schedule)
         self.host.cut(schedule.staging_slots, schedule.largest_bytes)
@@ -241,7 +241,7 @@ class DiskTier(HostTier):
         after = [self._lane.computed(sources), *slot.emptied]  # orderings 1, and 6 or 7
         copied = self._lane.out(copies, after=after)
         offset, staged = block.extent.offset_bytes, block.part(slot)
-        block.stored = self._lane.write(offset, staged, after=[copied])  # ordering 3
+        block.stored = self._lane.file.write(offset, staged.numpy(), after=[copied])  # ordering 3
         slot.empty(block.stored)
         return copied
 
@@ -250,11 +250,13 @@ class DiskTier(HostTier):
         offset = block.extent.offset_bytes
         if self._lane.reads_to_device:
             after = [block.stored, *block.ring.emptied]  # orderings 3 and 5
-            block.back = self._lane.read(offset, block.part(block.ring), after=after)
+            target = block.part(block.ring).numpy()
+            block.back = self._lane.file.read(offset, target, after=after)
             return
         slot = self.host.take()
         after = [block.stored, *slot.emptied]  # orderings 3, and 6 or 7
-        self._reads.append((block, slot, self._lane.read(offset, block.part(slot), after=after)))
+        read = self._lane.file.read(offset, block.part(slot).numpy(), after=after)
+        self._reads.append((block, slot, read))
 
     def advance(self, wanted: Block | None = None) -> None:
         """Copy the blocks back that the disk has been read for, and ``wanted``, the first one."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from sppo.offload.disk.file_tier import BusyTime
 from sppo.offload.worker_pool import Event, wait_for
 from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Worker
@@ -31,11 +30,10 @@ class InlinePool:
 
     Args:
         name: Name of the fake threads.
-        begin: Function that a thread calls first; not called.
         runtime: Runtime whose host threads include the fake threads.
     """
 
-    def __init__(self, name: str, *, begin: Callable[[], None], runtime: Runtime) -> None:
+    def __init__(self, name: str, *, runtime: Runtime) -> None:
         self._runtime, self._name = runtime, name
 
     def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
@@ -49,32 +47,20 @@ class InlinePool:
             worker.work()
         return DoneWork(self._runtime, worker)
 
-    def check(self) -> None:
-        """Do nothing, since work in a fake thread raises where it is submitted."""
-
-    def drain(self, *, limit_s: float | None = None) -> bool:
-        """Return True, since all submitted work is done."""
-        return True
-
-    def close(self, *, waits: bool = True) -> None:
-        """Do nothing, since there is no thread."""
-
 
 class FakeFile:
     """:class:`sppo.offload.disk.file_tier.FileTier` without a file.
 
     Args:
-        directory: Directory of the file; not used.
-        size_bytes: Size of the file; not used.
-        pool: Fake threads.
+        begin: Function that a thread calls first; not called.
         recorder: Recorder of the accesses to host memory.
     """
 
-    def __init__(
-        self, directory: Path, size_bytes: int, pool: InlinePool, *, recorder: Recorder
-    ) -> None:
-        self._pool, self._recorder = pool, recorder
-        self.writing, self.reading = BusyTime(), BusyTime()
+    def __init__(self, *, begin: Callable[[], None] | None = None, recorder: Recorder) -> None:
+        self._pool, self._recorder = InlinePool("sppo disk", runtime=recorder.runtime), recorder
+
+    def open(self, directory: Path, size_bytes: int) -> None:
+        """Do nothing, since there is no file."""
 
     def write(self, offset_bytes: int, data: HostBytes, *, after: Sequence[Event]) -> Future[None]:
         """Record that a write to the file reads host memory."""
@@ -90,5 +76,13 @@ class FakeFile:
             after=after,
         )
 
-    def close(self) -> None:
+    def drain(self, *, limit_s: float | None = None) -> bool:
+        """Return True, since all submitted work is done."""
+        return True
+
+    def take_s(self) -> tuple[float, float]:
+        """Return the seconds of writes and reads, which take none."""
+        return 0.0, 0.0
+
+    def close(self, *, waits: bool = True) -> None:
         """Do nothing, since there is no file."""

@@ -30,7 +30,7 @@ from sppo.training import state
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
-from tests.dry_run.disk_threads import FakeFile, InlinePool
+from tests.dry_run.disk_threads import FakeFile
 from tests.dry_run.orderings import OrderingCheck
 from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Wait
@@ -143,7 +143,6 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
 
     replaced = (
         (cuda_lane.CudaLane, "host_memory", host_memory),
-        (lane, "WorkerPool", partial(InlinePool, runtime=recorder.runtime)),
         (lane, "FileTier", partial(FakeFile, recorder=recorder)),
         (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),

@@ -13,7 +13,7 @@ from sppo.activations.tensor_classes import (
 )
 from sppo.engine.pipeline import ALONE
 from sppo.offload.block_store import BlockStore
-from sppo.offload.cpu_lane import CpuLane
+from sppo.offload.lane import Lane
 from tests.engine.models import Trained
 from tests.offload.emulated_lane import SCHEDULERS, EmulatedLane
 
@@ -84,7 +84,7 @@ class FixedRows:
 
 
 def lane_of(name):
-    return CpuLane() if name == "threads" else EmulatedLane(SCHEDULERS[name]())
+    return Lane() if name == "threads" else EmulatedLane(SCHEDULERS[name]())
 
 
 def offloading_trained(

@@ -74,7 +74,7 @@ class QueuedCopy:
 
 
 class EmulatedLane:
-    """:class:`sppo.offload.lane.Lane` for tests.
+    """:class:`sppo.offload.lane.Lane` for tests, which is its own file.
 
     Args:
         scheduler: When copies run.
@@ -92,7 +92,7 @@ class EmulatedLane:
         self._streams = {name: Actor(name) for name in STREAMS}
         self._pending = {name: [] for name in (*STREAMS, *DISK)}
         self._memory = {}
-        self._file = torch.empty(0, dtype=torch.uint8)
+        self.file, self._bytes = self, torch.empty(0, dtype=torch.uint8)
         self._serial = itertools.count()
         self._sources = {}
         self.seen = set()
@@ -109,8 +109,8 @@ class EmulatedLane:
     def host_memory(self, name, size_bytes):
         return self.device_memory(size_bytes)
 
-    def open_file(self, directory, size_bytes):
-        self._file = torch.full((size_bytes,), POISON, dtype=torch.uint8)
+    def open(self, directory, size_bytes):
+        self._bytes = torch.full((size_bytes,), POISON, dtype=torch.uint8)
 
     def computed(self, tensors):
         self._compute.tick()
@@ -126,10 +126,11 @@ class EmulatedLane:
         return self._copy("back", copies, after)
 
     def write(self, offset_bytes, data, *, after):
+        data = torch.from_numpy(data)
         size = data.numel()
 
         def work():
-            self._file[offset_bytes : offset_bytes + size] = data
+            self._bytes[offset_bytes : offset_bytes + size] = data
             data.fill_(POISON)
 
         accesses = [
@@ -140,10 +141,11 @@ class EmulatedLane:
         return self._enqueue("write", after, accesses, work)
 
     def read(self, offset_bytes, data, *, after):
+        data = torch.from_numpy(data)
         size = data.numel()
 
         def work():
-            data.copy_(self._file[offset_bytes : offset_bytes + size])
+            data.copy_(self._bytes[offset_bytes : offset_bytes + size])
 
         accesses = [
             *(("read", place) for place in _blocks("file", offset_bytes, size)),

@@ -183,7 +183,7 @@ def test_a_corrupted_tensor_is_named():
     store.permit(unit_keys(0, 0))
     for write in list(lane._pending["write"]):
         lane.force(write)
-    lane._file[3] ^= 1
+    lane._bytes[3] ^= 1
     for key in order[:-1]:
         store.get(key)
         store.free(key)
@@ -232,7 +232,7 @@ def test_an_error_of_a_disk_reaches_compute(queue):
     run_step(store, interleaved=False, step=1)
 
 
-@pytest.mark.parametrize("verb", ["open_file", "host_memory", "device_memory"])
+@pytest.mark.parametrize("verb", ["open", "host_memory", "device_memory"])
 def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
     """Smaller steps before and after the one that does not fit."""
     lane = EmulatedLane(Lazy())

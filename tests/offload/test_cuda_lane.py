@@ -190,11 +190,11 @@ def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_pat
     """The write to the disk waits for a copy out that waits for another rank."""
     gate = threading.Event()
     lane = CudaLane(torch.device("cpu"), failed_step_timeout_s=0.1)
-    lane.open_file(tmp_path, 4096)
+    lane.file.open(tmp_path, 4096)
     monkeypatch.setattr(EventOfNow, "synchronize", lambda event: gate.wait(20))
     host = page_aligned(4096)
     copied = lane.out([(host, torch.ones(1024).view(torch.uint8))], after=[])
-    lane.write(0, host, after=[copied])
+    lane.file.write(0, host.numpy(), after=[copied])
     begin_s = time.monotonic()
     assert not lane.drain()
     lane.close()

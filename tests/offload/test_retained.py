@@ -5,7 +5,7 @@ import torch
 
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.offload.block_store import BlockStore
-from sppo.offload.cpu_lane import CpuLane
+from sppo.offload.lane import Lane
 from sppo.offload.retained import RetainedTensors, stacked_bytes
 
 KEYS = [ActivationKey(0, subsequence, layer) for subsequence in range(2) for layer in range(3)]
@@ -101,7 +101,7 @@ def test_a_larger_step_gets_more_room_and_a_failed_one_leaves_nothing():
 @pytest.fixture
 def on_a_disk(tmp_path):
     """A store with a block on a disk."""
-    store = BlockStore(CpuLane(), disk=tmp_path, source_lag=0, debug=True)
+    store = BlockStore(Lane(), disk=tmp_path, source_lag=0, debug=True)
     store.prepare(OffloadSchedule({KEY: Extent(0, 4096)}, [KEY], staging_slots=2, ring_slots=2))
     yield store
     store.close()

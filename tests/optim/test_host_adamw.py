@@ -7,8 +7,8 @@ import torch
 
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.offload import cuda_lane
-from sppo.offload.cpu_lane import CpuLane
 from sppo.offload.cuda_lane import CudaLane
+from sppo.offload.lane import Lane
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
@@ -85,7 +85,7 @@ def assert_equal(left, right):
 
 
 @pytest.mark.parametrize("bucket_elements", [64, 1000, 1 << 24])
-@pytest.mark.parametrize("lane", [CpuLane, LazyLane])
+@pytest.mark.parametrize("lane", [Lane, LazyLane])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_as_on_the_device(dtype, lane, bucket_elements):
     (device, plain), (host, offloaded) = pair(
@@ -102,7 +102,7 @@ def test_the_same_bits_as_on_the_device(dtype, lane, bucket_elements):
 
 
 def test_buckets_hold_every_element_once_and_one_kind():
-    _, (_, optimizer) = pair(torch.bfloat16, lane=CpuLane(), bucket_elements=500)
+    _, (_, optimizer) = pair(torch.bfloat16, lane=Lane(), bucket_elements=500)
     covered = {name: torch.zeros(torch.Size(shape).numel()) for name, shape in SHAPES.items()}
     ends = [0]
     for bucket in optimizer._buckets:
@@ -120,7 +120,7 @@ def test_buckets_hold_every_element_once_and_one_kind():
 
 def test_odd_buckets_are_within_one_rounding():
     """Elements that fill no vector of the CPU may be rounded once less, or more."""
-    (device, plain), (host, offloaded) = pair(torch.float32, lane=CpuLane(), bucket_elements=37)
+    (device, plain), (host, offloaded) = pair(torch.float32, lane=Lane(), bucket_elements=37)
     for step in range(3):
         for optimizer in (plain, offloaded):
             optimizer.step(_tensors(step + 1), lr=1e-2)
@@ -157,7 +157,7 @@ def test_checkpoints_go_both_ways():
 
 def test_masters_are_widened_weights_where_none_are_given():
     (device, _), (host, offloaded) = pair(
-        torch.bfloat16, lane=CpuLane(), bucket_elements=100, given_masters=False
+        torch.bfloat16, lane=Lane(), bucket_elements=100, given_masters=False
     )
     assert_equal(device, host)
     state = offloaded.state()
@@ -183,7 +183,7 @@ def test_a_gpu_gets_the_weights_of_the_host():
     device = torch.device("cuda")
     masters = _tensors(0)
     results = []
-    for where, lane in ((device, CudaLane(device)), ("cpu", CpuLane())):
+    for where, lane in ((device, CudaLane(device)), ("cpu", Lane())):
         weights = {name: master.to(where, torch.bfloat16) for name, master in masters.items()}
         rows = OptimizerRows(SHAPES)
         rows.fill(masters)

@@ -15,11 +15,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,38 +48,54 @@ _ADVICE = {
 }
 _OTHER_ADVICE = "name a directory on another file system"
 
+_Verb = Literal["writing", "reading"]
+
 _log = logging.getLogger(__name__)
 
 
 class FileTier:
-    """``size_bytes`` on the disk of ``directory``, freed when the process ends at the latest.
+    """File on a disk and the threads that transfer its bytes, freed with the process at the latest.
 
     The file has no name: nothing is left after a crash, and no other process can open the file.
     Requests may come from any thread, and are served concurrently and in any order: before reading
     a range, wait for its last write; before overwriting a range, wait for its reads. Disjoint
-    ranges are independent.
+    ranges are independent. Threads and file are made by :meth:`open`.
 
     Args:
-        directory: Existing, writable directory on the disk to use.
-        size_bytes: Planned size; rounded up to whole sectors.
-        pool: Threads that transfer the pieces.
-
-    Raises:
-        ValueError: The size is below 1.
-        OSError: The directory is missing or cannot be written, or its disk lacks space. Nothing is
-            left behind.
+        begin: Function that every thread calls first; None for none.
     """
 
-    def __init__(self, directory: Path | str, size_bytes: int, pool: WorkerPool) -> None:
+    def __init__(self, *, begin: Callable[[], None] | None = None) -> None:
+        self._begin = begin
+        self._pool: WorkerPool | None = None
+        self._file: BinaryIO | None = None
+        self._busy = {"writing": BusyTime(), "reading": BusyTime()}
+        self.directory, self.size_bytes = Path(), 0
+        self.direct = False
+        """True if transfers bypass the page cache."""
+
+    def open(self, directory: Path | str, size_bytes: int) -> None:
+        """Reserve ``size_bytes`` on the disk of ``directory``, in place of any earlier file.
+
+        Args:
+            directory: Existing, writable directory on the disk to use.
+            size_bytes: Planned size; rounded up to whole sectors.
+
+        Raises:
+            ValueError: The size is below 1.
+            OSError: The directory is missing or cannot be written, or its disk lacks space. Nothing
+                is left behind.
+        """
         if size_bytes < 1:
             raise ValueError(f"size_bytes={size_bytes}; a file tier has at least 1 byte")
-        self.directory = Path(directory)
-        self.size_bytes = whole_sectors(size_bytes)
-        self._pool = pool
+        if self._file is not None:
+            self._file.close()  # first: both files may not fit
+            self._file = None
+        self.directory, self.size_bytes = Path(directory), whole_sectors(size_bytes)
         self._file = _open(self.directory, self.size_bytes)
         self.direct = _pass_page_cache(self._file.fileno())
-        """True if transfers bypass the page cache."""
-        self.writing, self.reading = BusyTime(), BusyTime()
+        if self._pool is None:
+            self._pool = WorkerPool("sppo disk", begin=self._begin)
         if is_memory(self.directory):
             _log.warning(
                 "%s is memory, not a disk: what is offloaded there frees none", self.directory
@@ -102,8 +118,9 @@ class FileTier:
         Raises:
             OSError: The disk failed in an earlier transfer.
         """
+        assert self._pool is not None, "open() comes before transfers"
         self._pool.check()
-        return self._start(offset_bytes, array, after, write=True)
+        return self._start(offset_bytes, array, after, "writing")
 
     def read(
         self, offset_bytes: int, array: NDArray[np.uint8], *, after: Sequence[Event] = ()
@@ -112,26 +129,48 @@ class FileTier:
 
         Bytes that were never written read as zeros. Takes the arguments of :meth:`write`.
         """
-        return self._start(offset_bytes, array, after, write=False)
+        return self._start(offset_bytes, array, after, "reading")
+
+    def drain(self, *, limit_s: float | None = None) -> bool:
+        """Skip transfers that have not started; return whether the others ended within limit_s."""
+        return self._pool is None or self._pool.drain(limit_s=limit_s)
+
+    def take_s(self) -> tuple[float, float]:
+        """Return the seconds in which the disk was (written, read) since the last call."""
+        return self._busy["writing"].take_s(), self._busy["reading"].take_s()
+
+    def close(self, *, waits: bool = True) -> None:
+        """End the threads and free the space; repeated calls do nothing.
+
+        Args:
+            waits: Whether to wait for transfers that have started. If not, the file is kept until
+                the process ends.
+        """
+        if self._pool is not None:
+            self._pool.close(waits=waits)
+        if self._file is not None and waits:
+            self._file.close()
 
     def _start(
-        self, offset_bytes: int, array: NDArray[np.uint8], after: Sequence[Event], *, write: bool
+        self, offset_bytes: int, array: NDArray[np.uint8], after: Sequence[Event], verb: _Verb
     ) -> Future[None]:
+        assert self._pool is not None, "open() comes before transfers"
         sizes = (offset_bytes, array.nbytes, array.ctypes.data)
         assert not any(n % SECTOR_BYTES for n in sizes), f"{sizes} are not whole sectors"
         assert 0 <= offset_bytes <= self.size_bytes - array.nbytes, "a range of the tier"
         memory = array.reshape(-1).data
         pieces = [
-            partial(self._move, memory[begin:][:PIECE_BYTES], offset_bytes + begin, write=write)
+            partial(self._move, memory[begin:][:PIECE_BYTES], offset_bytes + begin, verb)
             for begin in range(0, array.nbytes, PIECE_BYTES)
         ]
         return self._pool.submit(*pieces, after=after)
 
-    def _move(self, piece: memoryview, offset_bytes: int, *, write: bool) -> None:
+    def _move(self, piece: memoryview, offset_bytes: int, verb: _Verb) -> None:
         """Transfer one piece."""
-        file, moved = self._file.fileno(), 0
+        assert self._file is not None, "open() comes before transfers"
+        file, write, moved = self._file.fileno(), verb == "writing", 0
         try:
-            with self.writing if write else self.reading:
+            with self._busy[verb]:
                 while moved < len(piece):
                     count = _system_io(file, write, piece[moved:], offset_bytes + moved)
                     if count == 0:  # the file has its full size, so an end of file is an error
@@ -140,14 +179,10 @@ class FileTier:
                 if not self.direct:
                     _leave_page_cache(file, write, offset_bytes, len(piece))
         except OSError as error:
-            what = f"{'writing' if write else 'reading'} {format_bytes(len(piece))} at byte "
-            fault = _fault(error.errno, f"the disk failed while {what}{offset_bytes}")
+            what = f"{verb} {format_bytes(len(piece))} at byte {offset_bytes}"
+            fault = _fault(error.errno, f"the disk failed while {what}")
             fault.filename = str(self.directory)
             raise fault from None
-
-    def close(self) -> None:
-        """Free the space; no transfer may be in flight. Repeated calls do nothing."""
-        self._file.close()
 
 
 class BusyTime:

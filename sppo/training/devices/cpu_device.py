@@ -26,8 +26,7 @@ from sppo.kernels.native.process_memory import (
     resident_bytes,
 )
 from sppo.offload.block_store import BlockStore
-from sppo.offload.cpu_lane import CpuLane, MappedFileLane
-from sppo.offload.lane import Lane
+from sppo.offload.lane import Lane, MappedFileLane
 from sppo.offload.state_memory import StateMemory
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
@@ -174,4 +173,4 @@ class CpuDevice:
         assert disk is not None, "checked before training"
         # Compute waits for each copy out. If it ran ahead where the disk is slow and no slot is
         # free, it would hold the offloaded tensors of one layer more than planned.
-        return BlockStore(CpuLane(), disk=disk, source_lag=0, debug=debug)
+        return BlockStore(Lane(), disk=disk, source_lag=0, debug=debug)

@@ -33,7 +33,7 @@ from sppo.hardware.this_machine import has_half_products
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.block_store import BlockStore
-from sppo.offload.cpu_lane import CpuLane
+from sppo.offload.lane import Lane
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import MIB
@@ -170,7 +170,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         weights=weights,
         gradients=zero_gradients(weights),
         pipeline=Pipeline(placements={0: planned_placement(placed)}),
-        offloaded=BlockStore(CpuLane(), disk=tmp_path, source_lag=0),
+        offloaded=BlockStore(Lane(), disk=tmp_path, source_lag=0),
         input_every=every,
     )
     tokens = torch.arange(1025) % 512

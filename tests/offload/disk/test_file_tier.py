@@ -19,7 +19,7 @@ from sppo.offload.disk import disk_room as disk_module
 from sppo.offload.disk import file_tier as file_tier_module
 from sppo.offload.disk.disk_room import DiskRoom, disk_room, is_memory
 from sppo.offload.disk.file_tier import PIECE_BYTES, SECTOR_BYTES, BusyTime, FileTier
-from sppo.offload.worker_pool import WorkerPool, wait_for
+from sppo.offload.worker_pool import wait_for
 from sppo.units import GIB, KIB, MIB
 from tests.offload.test_arena import resident_pages
 
@@ -27,27 +27,26 @@ SIZE = 20 * MIB + SECTOR_BYTES  # requests of all of it have three pieces
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def pool():
-    made = WorkerPool("test")
-    yield made
-    made.close()
+def made(directory, size_bytes):
+    tier = FileTier()
+    tier.open(directory, size_bytes)
+    return tier
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def opened(request, tmp_path, monkeypatch, pool):
+def opened(request, tmp_path, monkeypatch):
     """Opens tiers in an empty directory, which stays empty."""
     tiers = []
     if request.param == "buffered":
         monkeypatch.setattr(file_tier_module, "_pass_page_cache", lambda file: False)
 
     def open_tier(size_bytes=SIZE):
-        tiers.append(FileTier(tmp_path, size_bytes, pool))
+        tiers.append(made(tmp_path, size_bytes))
         return tiers[-1]
 
     yield open_tier
-    pool.drain()
     for tier in tiers:
+        tier.drain()
         tier.close()
         tier.close()
     assert list(tmp_path.iterdir()) == []
@@ -144,11 +143,11 @@ def test_the_space_is_taken_at_once_and_nothing_stays_in_the_page_cache(opened):
     assert resident_pages(address, SIZE) * mmap.PAGESIZE < MIB
 
 
-def test_a_file_system_that_refuses_to_pass_the_page_cache(tmp_path, monkeypatch, pool):
+def test_a_file_system_that_refuses_to_pass_the_page_cache(tmp_path, monkeypatch):
     """At the flag, or only at the first transfer: the tier works through the page cache."""
     refusing = mock.Mock(side_effect=OSError(errno.EINVAL, "not here"))
     monkeypatch.setattr(file_tier_module.os, "pwritev", refusing)
-    tier = FileTier(tmp_path, MIB, pool)
+    tier = made(tmp_path, MIB)
     monkeypatch.undo()
     assert not tier.direct
     sent, back = some_bytes(MIB), some_bytes(MIB, seed=1)
@@ -185,7 +184,7 @@ def test_short_counts_are_continued(opened, disk):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ENODEV])
 @pytest.mark.parametrize("write", [True, False])
-def test_a_fault_is_told_and_the_tier_goes_on(opened, disk, tmp_path, pool, write, code):
+def test_a_fault_is_told_and_the_tier_goes_on(opened, disk, tmp_path, write, code):
     bad = threading.Event()
 
     def failing(write_, offset, transfer):
@@ -206,7 +205,7 @@ def test_a_fault_is_told_and_the_tier_goes_on(opened, disk, tmp_path, pool, writ
     assert caught.value.strerror.startswith(failed)
     assert advice in str(caught.value)
     bad.clear()
-    pool.drain()
+    tier.drain()
     wait_for(tier.write(SECTOR_BYTES, array))
     back = some_bytes(len(array), seed=1)
     wait_for(tier.read(SECTOR_BYTES, back))
@@ -272,11 +271,11 @@ def test_a_waiter_hears_an_interrupt(opened, disk):
     wait_for(asked)
 
 
-def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path, monkeypatch, pool):
+def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(file_tier_module, "disk_room", lambda _: DiskRoom(100 * GIB))
     before = nameless_files()
     with pytest.raises(OSError, match="does not fit") as caught:
-        FileTier(tmp_path, 91 * GIB, pool)
+        made(tmp_path, 91 * GIB)
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.strerror == (
         f"a file tier of 91.0 GiB in {tmp_path} does not fit: 100.0 GiB are free there, of which "
@@ -286,32 +285,32 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path, 
     assert nameless_files() == before
 
 
-def test_a_disk_that_fills_up_meanwhile_is_refused(tmp_path, monkeypatch, pool):
+def test_a_disk_that_fills_up_meanwhile_is_refused(tmp_path, monkeypatch):
     """What the look at the disk allowed, and setting the space aside did not get."""
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
     monkeypatch.setattr(file_tier_module.os, "posix_fallocate", full)
     before = nameless_files()
     with pytest.raises(OSError, match=r"does not fit: .* are free there") as caught:
-        FileTier(tmp_path, MIB, pool)
+        made(tmp_path, MIB)
     assert caught.value.errno == errno.ENOSPC
     assert nameless_files() == before
 
 
-def test_a_directory_that_cannot_be_used_is_refused(tmp_path, monkeypatch, pool):
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"no file tier of 1\.0 MiB in .*absent: No such"):
-        FileTier(tmp_path / "absent", MIB, pool)
+        made(tmp_path / "absent", MIB)
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="make it, or name a directory that is there"):
-        FileTier(tmp_path / "file", MIB, pool)
+        made(tmp_path / "file", MIB)
     with pytest.raises(ValueError, match="size_bytes=0; a file tier has at least 1 byte"):
-        FileTier(tmp_path, 0, pool)
+        made(tmp_path, 0)
     place = tmp_path / "closed"
     place.mkdir(mode=0o500)
     if os.access(place, os.W_OK):  # as root; /sys lets not even root make a file
         place = Path("/sys")
         monkeypatch.setattr(file_tier_module, "disk_room", lambda _: DiskRoom(100 * GIB))
     with pytest.raises(OSError, match="name a directory that this user can write") as caught:
-        FileTier(place, MIB, pool)
+        made(place, MIB)
     assert caught.value.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -334,7 +333,7 @@ def test_seconds_are_busy_while_at_least_one_thread_is_inside(monkeypatch):
     assert busy.take_s() == 0.0
 
 
-def test_a_disk_that_is_memory_is_told(tmp_path, monkeypatch, caplog, pool):
+def test_a_disk_that_is_memory_is_told(tmp_path, monkeypatch, caplog):
     mounts = tmp_path / "mountinfo"
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -345,7 +344,7 @@ def test_a_disk_that_is_memory_is_told(tmp_path, monkeypatch, caplog, pool):
             f"20 1 0:999 / /proc rw shared:1 - proc proc rw\n"
             f"36 35 {number} / / rw,noatime master:1 - {file_system} none rw\n"
         )
-        FileTier(tmp_path, 1, pool).close()
+        made(tmp_path, 1).close()
         assert ("is memory, not a disk" in caplog.text) == told
     mounts.unlink()
     assert not is_memory(tmp_path)
@@ -354,8 +353,8 @@ def test_a_disk_that_is_memory_is_told(tmp_path, monkeypatch, caplog, pool):
 SCRIPT = """
 import mmap, os, sys, time, numpy as np
 from sppo.offload.disk.file_tier import FileTier
-from sppo.offload.worker_pool import WorkerPool, wait_for
-tier = FileTier(sys.argv[1], 64 << 20, WorkerPool("test"))
+tier = FileTier()
+tier.open(sys.argv[1], 64 << 20)
 data = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
 transfers = [tier.write(i << 20, data) for i in range(64)]
 print("ready", flush=True)

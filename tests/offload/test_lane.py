@@ -10,8 +10,8 @@ import torch
 
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.offload.block_store import BlockStore
-from sppo.offload.cpu_lane import CpuLane, MappedFileLane
 from sppo.offload.disk import file_tier
+from sppo.offload.lane import Lane, MappedFileLane
 from sppo.offload.worker_pool import wait_for
 from sppo.training.devices.cpu_device import CpuDevice
 from tests.offload.test_block_store import failing_disk, run_step
@@ -34,7 +34,7 @@ def slow_disk(monkeypatch):
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_it_brings_back_what_was_sent(kind, lag, interleaved, tmp_path):
     disk = tmp_path if kind == "disk" else None
-    store = BlockStore(CpuLane(), disk=disk, source_lag=lag, debug=True)
+    store = BlockStore(Lane(), disk=disk, source_lag=lag, debug=True)
     for step in range(5):
         run_step(store, interleaved=interleaved, step=step)
     store.close()
@@ -43,7 +43,7 @@ def test_it_brings_back_what_was_sent(kind, lag, interleaved, tmp_path):
 
 def test_a_slow_disk_is_waited_for_and_the_wait_is_counted(tmp_path, slow_disk):
     """What the step takes longer is what is reported as exposed."""
-    store = BlockStore(CpuLane(), disk=tmp_path)
+    store = BlockStore(Lane(), disk=tmp_path)
 
     def step_s(step):
         start = time.perf_counter()
@@ -82,7 +82,7 @@ def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, s
 
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_report_is_of_the_step_that_followed_a_failed_one(verb, tmp_path):
-    store = BlockStore(CpuLane(), disk=tmp_path)
+    store = BlockStore(Lane(), disk=tmp_path)
     run_step(store, interleaved=False, step=0)
     whole = store.take_report()
     with failing_disk(verb), pytest.raises(OSError, match="the disk failed") as caught:
