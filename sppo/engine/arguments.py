@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, outer_parts, parameter_shapes
+from sppo.cost.parameters import Shape, stage_shapes
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.streamed_tensors import StreamedTensors
 from sppo.engine.unit import SequenceData
@@ -57,7 +57,9 @@ def check_engine(
             raise TypeError(f"sppo.Engine({name}={quoted(value)}): tensors by name; {advice}")
     if not _is_plain(weights) or isinstance(sharded, MegatronSequenceParallel):
         return
-    shapes = _needed_shapes(model, pipeline)
+    shapes: dict[str, Shape] = {}
+    for layers in pipeline.layers(model.num_layers).values():
+        shapes |= stage_shapes(model, layers)
     first = _check_tensors("weights", weights, shapes, advice=_WEIGHTS_ADVICE)
     if first.dtype not in _FLOAT_TYPES:
         raise ValueError(f"sppo.Engine: weights are {first.dtype}; make them a floating-point type")
@@ -121,20 +123,6 @@ def check_step(
 
 def _is_plain(tensors: object) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(tensors, Mapping) and not isinstance(tensors, StreamedTensors)
-
-
-def _needed_shapes(model: ModelConfig, pipeline: Pipeline) -> dict[str, Shape]:
-    """Return the shapes of the parameters that the stages of a rank compute with, by name."""
-    stages = pipeline.layers(model.num_layers)
-    layers = {str(layer) for layers in stages.values() for layer in layers}
-    before, behind = outer_parts(model)
-    outer = {**(before if 0 in stages else {})}
-    outer |= behind if pipeline.placement.num_stages - 1 in stages else {}
-    return {
-        name: shape
-        for name, shape in parameter_shapes(model).items()
-        if name in outer or (name.startswith("layers.") and name.split(".")[1] in layers)
-    }
 
 
 def _check_tensors(

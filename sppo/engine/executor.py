@@ -17,6 +17,7 @@ from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.engine.step_units import StepUnits
 from sppo.engine.trace import Stopwatch, Trace
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
 from sppo.schedule.schedule import Schedule
 
@@ -98,11 +99,12 @@ class Executor:
         for position, action in enumerate(self._program):
             try:
                 before_action(position, action)
-                if action.kind in (ActionKind.F, ActionKind.B):
-                    self._buffers.await_input(action)
-                    self._units.meet_peers(action)
-                start = mark()
-                self._handlers[action.kind](action)
+                with peer_errors(f"running {action}"):
+                    if action.kind in (ActionKind.F, ActionKind.B):
+                        self._buffers.await_input(action)
+                        self._units.meet_peers(action)
+                    start = mark()
+                    self._handlers[action.kind](action)
                 trace.add(action, start, mark())
             except BaseException as error:
                 error.add_note(self._context(position))

@@ -26,7 +26,6 @@ from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.sharding.megatron_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
-from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import ReplicaGroup
 
 
@@ -123,8 +122,7 @@ class MegatronSequenceParallel:
         if x_cE.shape[0] < most:
             sent = torch.cat([sent, sent.new_zeros((most - sent.shape[0], sent.shape[1]))])
         received = sent.new_empty((self.degree * most, sent.shape[1]))
-        with peer_errors("gathering tokens"):
-            all_gather(received, sent, group=self._group)
+        all_gather(received, sent, group=self._group)
         if min(shard_tokens) == most:
             return received
         slices = received.view(self.degree, most, -1)
@@ -143,14 +141,13 @@ class MegatronSequenceParallel:
         sent = x_CE.contiguous()
         own, width = shard_tokens[self.rank], sent.shape[1]
         received = sent.new_empty((self.degree, own, width))
-        with peer_errors("adding up tokens"):
-            dist.all_to_all_single(
-                received.view(-1),
-                sent.view(-1),
-                [own * width] * self.degree,
-                [tokens * width for tokens in shard_tokens],
-                group=self._group,
-            )
+        dist.all_to_all_single(
+            received.view(-1),
+            sent.view(-1),
+            [own * width] * self.degree,
+            [tokens * width for tokens in shard_tokens],
+            group=self._group,
+        )
         return received.sum(0)
 
 

@@ -7,7 +7,7 @@ delay messages that are waited for at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,13 @@ from torch.distributed import ProcessGroup
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh, first_messages
 from sppo.parallel.row_messages import add_up
+
+
+def _wait_for(works: Iterable[Any]) -> None:
+    """Wait for messages, after all of them were started."""
+    for work in [*works]:
+        assert work is not None, "a member of the group"
+        work.wait()
 
 
 class TokenMembers:
@@ -106,8 +113,7 @@ class MspExchange:
 
         Implemented as a sum of zeros in the stream; NCCL's barrier would block the host, too.
         """
-        with peer_errors("meeting the other shards of a unit"):
-            dist.all_reduce(self._token, group=self._group)
+        dist.all_reduce(self._token, group=self._group)
 
     def send_ahead(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Start to broadcast the owner's ``tensors``; on other ranks ``tensors`` are filled.
@@ -116,53 +122,40 @@ class MspExchange:
             Handles to wait on, on every rank, before the tensors are used or changed.
         """
         source = self._ranks[self.owner]
-        with peer_errors("sending the weights of a layer ahead"):
-            return [
-                dist.broadcast(tensor, source, group=self._ahead, async_op=True)
-                for tensor in tensors
-            ]
+        return [
+            dist.broadcast(tensor, source, group=self._ahead, async_op=True) for tensor in tensors
+        ]
 
     def from_owner(self, tensor: Tensor) -> None:
         """Broadcast the owner's ``tensor``; on other ranks ``tensor`` is filled."""
-        with peer_errors("hearing from the owner of a stage"):
-            dist.broadcast(tensor, self._ranks[self.owner], group=self._group)
+        dist.broadcast(tensor, self._ranks[self.owner], group=self._group)
 
     def to_owner_ahead(self, tensor: Tensor) -> Any:
         """Start to sum ``tensor`` at the owner; return the handle to wait on before its reuse."""
-        with peer_errors("sending gradients to the owner of a stage"):
-            owner = self._ranks[self.owner]
-            return dist.reduce(tensor, owner, group=self._ahead, async_op=True)
+        owner = self._ranks[self.owner]
+        return dist.reduce(tensor, owner, group=self._ahead, async_op=True)
 
     def to_owner(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks at the owner; on other ranks it is then undefined."""
-        with peer_errors("adding up at the owner of a stage"):
-            dist.reduce(tensor, self._ranks[self.owner], group=self._group)
+        dist.reduce(tensor, self._ranks[self.owner], group=self._group)
 
     def all_gather(self, parts: Sequence[Tensor]) -> None:
         """Fill ``parts``, one tensor per rank, each with the tensor of its rank."""
-        with peer_errors("gathering keys and values of a unit's shards"):
-            works = [
-                dist.broadcast(part, rank, group=self._group, async_op=True)
-                for part, rank in zip(parts, self._ranks, strict=True)
-            ]
-            for work in works:
-                work.wait()
+        _wait_for(
+            dist.broadcast(part, rank, group=self._group, async_op=True)
+            for part, rank in zip(parts, self._ranks, strict=True)
+        )
 
     def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
         """Return this rank's part of the owner's ``parts``; ``own`` is a buffer of its shape."""
-        with peer_errors("scattering shards of a unit"):
-            if parts is None:
-                dist.recv(own, self._ranks[self.owner], group=self._group)
-                return own
-            works = [
-                dist.isend(part.contiguous(), rank, group=self._group)
-                for shard_index, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
-                if shard_index != self.shard_index
-            ]
-            for work in works:
-                assert work is not None, "a member of the group"
-                work.wait()
-            return parts[self.shard_index]
+        if parts is None:
+            dist.recv(own, self._ranks[self.owner], group=self._group)
+            return own
+        _wait_for(
+            dist.isend(part.contiguous(), rank, group=self._group)
+            for part, rank in self._others(parts)
+        )
+        return parts[self.shard_index]
 
     def gather(self, own: Tensor, rows: Sequence[int]) -> Tensor | None:
         """Return the concatenation of all ranks' tensors on the owner; None on other ranks.
@@ -171,21 +164,18 @@ class MspExchange:
             own: Tensor of this rank.
             rows: Number of rows of each rank's tensor.
         """
-        with peer_errors("gathering shards of a unit"):
-            if not self.is_owner:
-                dist.send(own.contiguous(), self._ranks[self.owner], group=self._group)
-                return None
-            parts = [own.new_empty((count, *own.shape[1:])) for count in rows]
-            parts[self.shard_index] = own
-            works = [
-                dist.irecv(part, rank, group=self._group)
-                for shard_index, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
-                if shard_index != self.shard_index
-            ]
-            for work in works:
-                assert work is not None, "a member of the group"
-                work.wait()
-            return torch.cat(parts)
+        if not self.is_owner:
+            dist.send(own.contiguous(), self._ranks[self.owner], group=self._group)
+            return None
+        parts = [own.new_empty((count, *own.shape[1:])) for count in rows]
+        parts[self.shard_index] = own
+        _wait_for(dist.irecv(part, rank, group=self._group) for part, rank in self._others(parts))
+        return torch.cat(parts)
+
+    def _others(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """Return the tensors of the other ranks, each with its global rank."""
+        of_ranks = [*zip(parts, self._ranks, strict=True)]
+        return of_ranks[: self.shard_index] + of_ranks[self.shard_index + 1 :]
 
 
 class MspLinks:

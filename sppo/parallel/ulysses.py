@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.cost.sharding.heads import head_shard
-from sppo.parallel.job.peer_errors import peer_errors
 
 
 def shard_tokens(tokens: int, *, degree: int) -> tuple[int, ...]:
@@ -140,10 +139,9 @@ class UlyssesAllToAll:
     def _exchange(
         self, received: Tensor, sent: Tensor, in_sizes: list[int], out_sizes: list[int]
     ) -> None:
-        with peer_errors("exchanging tokens for heads"):
-            dist.all_to_all_single(
-                received.view(-1), sent.view(-1), in_sizes, out_sizes, group=self._group
-            )
+        dist.all_to_all_single(
+            received.view(-1), sent.view(-1), in_sizes, out_sizes, group=self._group
+        )
 
 
 def _join(x_GchD: Tensor) -> Tensor:
