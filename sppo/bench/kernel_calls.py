@@ -17,7 +17,7 @@ from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
 from sppo.config.run import OptimizerConfig
 from sppo.kernels import elementwise
-from sppo.kernels.cross_entropy import losses_to_gradient_
+from sppo.kernels.cross_entropy import token_losses
 from sppo.kernels.elementwise import Activation
 from sppo.kernels.gradient_norm import scale_, total_norm
 from sppo.kernels.linear import accumulate_bias_gradient
@@ -121,7 +121,7 @@ def _loss_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Cal
     tokens = elements // _VOCABULARY
     logits = operands.take(tokens, _VOCABULARY, dtype=dtype).clone()  # overwritten by the call
     labels = torch.arange(tokens, device=operands.device) % _VOCABULARY
-    return lambda: losses_to_gradient_(logits, labels, scale=1.0)
+    return lambda: token_losses(logits, labels, scale=1.0)
 
 
 def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
@@ -23,15 +25,14 @@ from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
-from sppo.engine.saved_tensors import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import TokenSpan, Unit
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink
-from sppo.model.layer import Layer, Saved
+from sppo.model.layer import Layer, Saved, TokenExchange, token_dimension
 from sppo.model.rope import rotary_table
 from sppo.offload.retained import stacked_bytes
-from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
+from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind, UnitKey
 from sppo.schedule.transfers.kv_placement import KVPlacement
@@ -122,10 +123,6 @@ class Stage:
         kv, _ = self.store.get(key)
         StoredKV(self._kv, key.layer, key.sequence, span).write(kv["keys"], kv["values"])
         self.store.free(key)
-
-    def _offload_kv(self, key: ActivationKey, kv: Saved) -> None:
-        """Start to copy K and V of one layer of a unit to the other tier."""
-        self.store.put(key, offloaded=kv)
 
     def _step_layout(
         self,
@@ -361,7 +358,7 @@ class Stage:
     def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> PrefixAttention:
         offload = None
         if saves_kv and self._kv_placement == "offloaded":
-            offload = partial(self._offload_kv, ActivationKey(*unit.key, index, is_kv=True))
+            offload = partial(self.store.put, ActivationKey(*unit.key, index, is_kv=True))
         return PrefixAttention(
             self._providers.kv(unit, index),
             unit.runs,
@@ -376,3 +373,42 @@ class Stage:
         """Return for each rank how many of its last tokens have no saved attention output."""
         saved = unit.key in self.layout.shards
         return self.layout.unsaved_attention_tokens(unit.key) if saved else unit.shard_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTokens(TokenExchange):
+    """Exchange of the tokens of one unit among the ranks over which weights are sharded."""
+
+    exchange: MegatronSequenceParallel
+    shard_tokens: tuple[int, ...]
+
+    def gather(self, x_cE: Tensor) -> Tensor:
+        """Return the tokens of all ranks, ``[C, E]`` (:meth:`MegatronSequenceParallel.gather`)."""
+        return self.exchange.gather(x_cE, self.shard_tokens)
+
+    def scatter_sum(self, x_CE: Tensor) -> Tensor:
+        """Return the sum over all ranks for the tokens of this rank, ``[c, E]``."""
+        return self.exchange.scatter_sum(x_CE, self.shard_tokens)
+
+
+def cut(
+    saved: Saved, offloaded_rows: Mapping[str, int], retained_rows: Mapping[str, int]
+) -> dict[str, Saved]:
+    """Remove the named tensors from ``saved``; return views of "offloaded" and "retained" rows."""
+    offloaded: Saved = {}
+    retained: Saved = {}
+    for name in {**offloaded_rows, **retained_rows}:
+        tensor, dim, first = saved.pop(name), token_dimension(name), offloaded_rows.get(name, 0)
+        if first:
+            offloaded[name] = tensor.narrow(dim, 0, first)
+        if name in retained_rows:
+            retained[name] = tensor.narrow(dim, first, retained_rows[name])
+    return {"offloaded": offloaded, "retained": retained}
+
+
+def join(offloaded: Saved, retained: Saved) -> Saved:
+    """Return the saved rows of tensors that :func:`cut` divided, each as one tensor again."""
+    joined = {**offloaded, **retained}
+    for name in offloaded.keys() & retained.keys():
+        joined[name] = torch.cat([offloaded[name], retained[name]], dim=token_dimension(name))
+    return joined

@@ -91,7 +91,7 @@ def linear_cross_entropy_with_gradient(
     for rows in _tiles(hidden_CE, weight_VE, tile_bytes):
         hidden_tE = hidden_CE[rows]
         logits_tV = linear(hidden_tE, weight_VE)
-        losses_C[rows] = losses_to_gradient_(logits_tV, labels_C[rows], scale=scale, terms=terms)
+        losses_C[rows] = token_losses(logits_tV, labels_C[rows], scale=scale, terms=terms)
         input_gradient(logits_tV, weight_VE, into_CI=dhidden_CE[rows])
         accumulate_weight_gradient(dweight_VE, logits_tV, hidden_tE)
         del logits_tV  # before the next tile is made
@@ -99,25 +99,20 @@ def linear_cross_entropy_with_gradient(
 
 
 def token_losses(
-    logits_tV: Tensor, labels_t: Tensor, *, terms: LossTerms = CROSS_ENTROPY
+    logits_tV: Tensor,
+    labels_t: Tensor,
+    *,
+    scale: float | None = None,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> Tensor:
-    """Return the loss of each row, ``[t]`` in fp32 or better; the logits may be overwritten."""
-    if fused(logits_tV):
-        from sppo.kernels.triton.cross_entropy import cross_entropy
+    """Return the loss of each row, ``[t]`` in fp32 or better, unscaled; logits are overwritten.
 
-        return cross_entropy(logits_tV, labels_t, **asdict(terms))
-    losses_t = _losses_of(logits_tV)
-    for rows in row_tiles(logits_tV):
-        losses_t[rows] = _LogitRows.of_(logits_tV[rows], labels_t[rows], terms).losses_r
-    return losses_t
-
-
-def losses_to_gradient_(
-    logits_tV: Tensor, labels_t: Tensor, *, scale: float, terms: LossTerms = CROSS_ENTROPY
-) -> Tensor:
-    """Return the loss of each row; overwrite logits with the gradient of ``scale * losses.sum()``.
-
-    The losses are those of :func:`token_losses`, unscaled.
+    Args:
+        logits_tV: Logits; with a scale overwritten by the gradient of ``scale * losses.sum()``,
+            else by anything.
+        labels_t: Target of each row, or ``IGNORED_LABEL``.
+        scale: Factor of the loss in the gradient; None for no gradient.
+        terms: Terms of the loss besides the cross entropy.
     """
     if fused(logits_tV):
         from sppo.kernels.triton.cross_entropy import cross_entropy
@@ -125,16 +120,17 @@ def losses_to_gradient_(
         return cross_entropy(logits_tV, labels_t, scale=scale, **asdict(terms))
     losses_t = _losses_of(logits_tV)
     for rows in row_tiles(logits_tV):
-        losses_t[rows] = _rows_to_gradient_(logits_tV[rows], labels_t[rows], scale, terms)
+        losses_t[rows] = _row_losses(logits_tV[rows], labels_t[rows], scale, terms)
     return losses_t
 
 
-def _rows_to_gradient_(
-    logits_rV: Tensor, labels_r: Tensor, scale: float, terms: LossTerms
+def _row_losses(
+    logits_rV: Tensor, labels_r: Tensor, scale: float | None, terms: LossTerms
 ) -> Tensor:
-    """Compute :func:`losses_to_gradient_` of a tile of rows; temporaries are freed on return."""
+    """Compute :func:`token_losses` of a tile of rows; temporaries are freed on return."""
     of_rows = _LogitRows.of_(logits_rV, labels_r, terms)
-    logits_rV.copy_(of_rows.gradient_(scale))
+    if scale is not None:
+        logits_rV.copy_(of_rows.gradient_(scale))
     return of_rows.losses_r
 
 

@@ -61,12 +61,11 @@ def _add_product_by_tiles(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None
     outputs, inputs = total_OI.shape
     step = product_rows(inputs, element_bytes=x_CI.element_size())
     for start in range(0, outputs, step):
-        _add_tile(total_OI[start : start + step], dy_CO[:, start : start + step].t() @ x_CI)
-
-
-def _add_tile(total_oI: Tensor, product_oI: Tensor) -> None:
-    for rows in row_tiles(total_oI):  # adding makes a cast copy of the product
-        total_oI[rows].add_(product_oI[rows])
+        total_oI = total_OI[start : start + step]
+        product_oI = dy_CO[:, start : start + step].t() @ x_CI
+        for rows in row_tiles(total_oI):  # adding makes a cast copy of the product
+            total_oI[rows].add_(product_oI[rows])
+        del product_oI  # before the next tile is made
 
 
 def accumulate_bias_gradient(total_O: Tensor, dy_CO: Tensor) -> None:

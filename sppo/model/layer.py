@@ -59,31 +59,20 @@ class SubsequenceAttention(Protocol):
         ...
 
 
-class TokenExchange(Protocol):
-    """Collectives of the ranks over which the residual stream's tokens are sharded (Megatron)."""
+class TokenExchange:
+    """Exchange of the residual stream's tokens before and after projections.
+
+    This one exchanges nothing: the rank has all tokens, and whole weights. With sharded weights
+    (Megatron), the methods are collectives of the ranks over which tokens are sharded.
+    """
 
     def gather(self, x_cE: Tensor) -> Tensor:
         """Return ``[C, E]``: the tokens of all ranks."""
-        ...
-
-    def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return ``[c, E]``: this rank's tokens of the sum of ``x_CE`` over all ranks."""
-        ...
-
-
-class _AllTokensHere:
-    """:class:`TokenExchange` of a rank with unsharded weights, which exchanges nothing."""
-
-    def gather(self, x_cE: Tensor) -> Tensor:
-        """Return ``x_cE``, which has all tokens."""
         return x_cE
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return ``x_CE``, which is the whole sum."""
+        """Return ``[c, E]``: this rank's tokens of the sum of ``x_CE`` over all ranks."""
         return x_CE
-
-
-ALL_TOKENS_HERE = _AllTokensHere()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +88,7 @@ class Layer:
     """
 
     model: ModelConfig
-    tokens: TokenExchange = ALL_TOKENS_HERE
+    tokens: TokenExchange = TokenExchange()  # noqa: RUF009 - has no state
 
     def forward(
         self,

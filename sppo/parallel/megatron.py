@@ -151,22 +151,6 @@ class MegatronSequenceParallel:
         return received.sum(0)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedTokens:
-    """:class:`sppo.model.layer.TokenExchange` for the tokens of one subsequence."""
-
-    exchange: MegatronSequenceParallel
-    shard_tokens: tuple[int, ...]
-
-    def gather(self, x_cE: Tensor) -> Tensor:
-        """Return the tokens of all ranks, ``[C, E]`` (:meth:`MegatronSequenceParallel.gather`)."""
-        return self.exchange.gather(x_cE, self.shard_tokens)
-
-    def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return the sum over all ranks for the tokens of this rank, ``[c, E]``."""
-        return self.exchange.scatter_sum(x_CE, self.shard_tokens)
-
-
 def _shape_of(name: str, model: ModelConfig) -> Shape:
     if name.startswith("layers."):
         return layer_shapes(model)[name.split(".", 2)[2]]

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
 from sppo.kernels import fused
-from sppo.kernels.attention import document_offsets, interface
+from sppo.kernels.attention import interface, rectangle_attention
 from sppo.kernels.attention.call import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_lane, lane
@@ -38,7 +38,7 @@ from tests.dry_run.tensor_functions import DevicelessFunctions
 
 _CAPABILITY = (9, 0)
 """Compute capability of the fake GPU. No step depends on it: the plan has the back end."""
-_CACHED_TENSORS = (rope._frequencies_on, document_offsets._offsets)
+_CACHED_TENSORS = (rope._frequencies_on, rectangle_attention._offsets)
 """Functions with caches of device tensors, which are cleared before and after each fake GPU."""
 
 

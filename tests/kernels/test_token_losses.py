@@ -6,7 +6,7 @@ How far results may be off: see :mod:`tests.kernels.operands`.
 import pytest
 import torch
 
-from sppo.kernels.cross_entropy import LossTerms, losses_to_gradient_, token_losses
+from sppo.kernels.cross_entropy import LossTerms, token_losses
 from sppo.kernels.labels import IGNORED_LABEL
 from tests.kernels.operands import (
     DTYPES,
@@ -52,7 +52,7 @@ def both(logits, labels, smoothing, z_loss):
     """(losses alone, losses with the gradient, the gradient)."""
     terms, guarded = LossTerms(smoothing, z_loss), Guarded(logits)
     alone = token_losses(logits.clone(), labels, terms=terms)
-    losses = losses_to_gradient_(guarded.inside, labels, scale=SCALE, terms=terms)
+    losses = token_losses(guarded.inside, labels, scale=SCALE, terms=terms)
     assert guarded.intact()
     return alone, losses, guarded.inside.clone()
 
@@ -93,7 +93,7 @@ def test_all_ignored(dtype, device):
     logits[1], logits[2] = float("nan"), float("inf")
     labels = torch.full((7,), IGNORED_LABEL, device=device)
     guarded = Guarded(logits)
-    losses = losses_to_gradient_(guarded.inside, labels, scale=SCALE, terms=LossTerms(0.1, 0.1))
+    losses = token_losses(guarded.inside, labels, scale=SCALE, terms=LossTerms(0.1, 0.1))
     assert torch.equal(losses, torch.zeros_like(losses))
     assert torch.equal(guarded.inside, torch.zeros_like(guarded.inside))
     assert guarded.intact()
@@ -145,4 +145,4 @@ def test_logits_that_are_not_row_major(dtype, device):
     expected = token_losses(across.T.contiguous(), labels)
     assert torch.equal(token_losses(across.T, labels), expected)
     with pytest.raises(AssertionError, match="in place"):
-        losses_to_gradient_(across.T, labels, scale=1.0)
+        token_losses(across.T, labels, scale=1.0)

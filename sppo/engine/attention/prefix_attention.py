@@ -35,7 +35,8 @@ class PrefixAttention:
         heads: All-to-all among these ranks; None if this rank has the tokens of all runs.
         window: Number of keys that a query sees, its own included; None for all.
         document_starts: Ascending positions; a query sees its own document only.
-        offload: Function that offloads K and V of the unit in forward; None if they stay.
+        offload: Function that takes K and V of the unit in forward as ``offloaded``; None if they
+            stay.
     """
 
     kv: StoredKV
@@ -44,7 +45,7 @@ class PrefixAttention:
     heads: UlyssesAllToAll | None = None
     window: int | None = None
     document_starts: tuple[int, ...] = (0,)
-    offload: Callable[[dict[str, Tensor]], None] | None = None
+    offload: Callable[..., None] | None = None
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
         """Provide k and v of the unit to all later units, and return (o_cND, lse_Nc)."""
@@ -52,7 +53,7 @@ class PrefixAttention:
             q_cND, k_cKD, v_cKD = self.heads.inputs_to_heads(q_cND, k_cKD, v_cKD, self._tokens)
         self.kv.write(k_cKD, v_cKD)
         if self.offload is not None:
-            self.offload({"keys": k_cKD, "values": v_cKD})
+            self.offload(offloaded={"keys": k_cKD, "values": v_cKD})
         found = self._attend(q_cND, self._tokens)
         self.kv.release()
         return found

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -23,13 +25,33 @@ from torch import Tensor
 
 from sppo.kernels.attention.blocks import documents_in_span
 from sppo.kernels.attention.call import AttentionCall
-from sppo.kernels.attention.document_offsets import DocumentOffsets, document_offsets
 from sppo.kernels.attention.merged_output import MergedOutput
 
 MAX_BACKWARD_KEYS = 16384
 """Most keys of one backward call without a window."""
 MAX_FORWARD_ELEMENTS = 1 << 30
 """Most elements of the keys of one forward call without a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentOffsets:
+    """Offsets of the documents of one attention call, on the call's device.
+
+    A kernel that computes all documents in one call takes their queries and keys concatenated, and
+    for each of the two the cumulative sums of the documents' lengths (``cu_seqlens`` of flash-attn,
+    ``cum_seq`` of torch).
+    """
+
+    queries: Tensor
+    """Start of each document's queries and the end of the last document's, int32
+    ``[documents + 1]``."""
+    keys: Tensor
+    """Start of each document's keys and the end of the last document's, int32
+    ``[documents + 1]``."""
+    most_queries: int
+    """Largest number of queries of a document."""
+    most_keys: int
+    """Largest number of keys of a document."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,11 +212,11 @@ def _operands(part: Rectangle, call: AttentionCall) -> RectangleCall:
     keys = slice(part.k0, part.k1)
     documents = None
     if part.documents:
-        documents = document_offsets(
-            [one.q1 - one.q0 for one in part.documents],
-            [one.k1 - one.k0 for one in part.documents],
-            call.q_CND.device,
-        )
+        device = call.q_CND.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        sizes = [(one.q1 - one.q0, one.k1 - one.k0) for one in part.documents]
+        queries, of_keys = zip(*sizes, strict=True)
+        documents = _offsets(queries, of_keys, device, stream)
     return RectangleCall(
         call.q_CND[part.q0 : part.q1],
         call.k_TKD[keys],
@@ -204,3 +226,19 @@ def _operands(part: Rectangle, call: AttentionCall) -> RectangleCall:
         call.factor,
         documents,
     )
+
+
+@lru_cache(maxsize=16)
+def _offsets(
+    queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device, stream: int
+) -> DocumentOffsets:
+    """Return the offsets of documents with so many queries and keys, cached for the next layer.
+
+    They are for calls on ``stream``: the tensors are written on it and read there.
+    """
+    del stream
+    both = torch.tensor([list(accumulate(x, initial=0)) for x in (queries, keys)]).to(torch.int32)
+    if device.type == "cuda":  # a copy from pageable memory would block the host
+        both = both.pin_memory()
+    on = both.to(device, non_blocking=True)
+    return DocumentOffsets(on[0], on[1], max(queries), max(keys))

@@ -96,14 +96,13 @@ def torch_kept_quiet(environ: MutableMapping[str, str]) -> Iterator[None]:
     torch reads the log level on import, so ``environ`` is restored afterwards. A level that the
     user has set is kept.
     """
-    if _TORCH_LOG_LEVEL in environ:
-        yield
-        return
-    environ[_TORCH_LOG_LEVEL] = "ERROR"
+    given = environ.get(_TORCH_LOG_LEVEL)
+    environ.setdefault(_TORCH_LOG_LEVEL, "ERROR")
     try:
         yield
     finally:
-        environ.pop(_TORCH_LOG_LEVEL, None)
+        if given is None:
+            environ.pop(_TORCH_LOG_LEVEL, None)
 
 
 def with_module_path(environ: Mapping[str, str]) -> dict[str, str]:
@@ -333,18 +332,13 @@ def _port(environ: Mapping[str, str]) -> int:
 
 def _checked(place: RankEnvironment, *, names: tuple[str, str, str, str]) -> RankEnvironment:
     """Return ``place``; raise ValueError if the numbers, read from ``names``, are inconsistent."""
-    rank, world, local_rank, local_world = zip(
-        names,
-        (place.rank, place.world_size, place.local_rank, place.local_world_size),
-        strict=True,
-    )
-    rules = (
-        (rank, world, place.rank < place.world_size, "below"),
-        (local_rank, local_world, place.local_rank < place.local_world_size, "below"),
-        (local_world, world, place.local_world_size <= place.world_size, "at most"),
-    )
-    for (name, value), (other, bound), holds, rule in rules:
-        if not holds:
+    rank, world, local_rank, local_world = names
+    for name, value, rule, other, bound in (
+        (rank, place.rank, "below", world, place.world_size),
+        (local_rank, place.local_rank, "below", local_world, place.local_world_size),
+        (local_world, place.local_world_size, "at most", world, place.world_size),
+    ):
+        if value > bound or (rule == "below" and value == bound):
             raise ValueError(
                 f"{name}={value} must be {rule} {other}={bound}: the environment mixes two jobs; "
                 "start with torchrun, srun or sppo train itself in a fresh shell"

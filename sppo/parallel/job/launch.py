@@ -3,17 +3,7 @@
 The launcher serves the store where the ranks meet, on a port chosen by the system, so that no other
 program can take the port in between. It computes nothing itself.
 
-The agent of torch.distributed.elastic (tried with torch 2.13) cannot replace this launcher:
-
-* If a rank hangs, the agent blames the rank that timed out, because that failure is seen first.
-* At the first failure the agent ends the other ranks at once, before they can record a lost peer,
-  and then waits 30 s from SIGTERM to SIGKILL, whatever ``shutdown_timeout`` says.
-* Ranks survive an agent that is killed.
-* The agent's report of 15 lines and more has neither the output of the failed rank nor its position
-  in the program, and is printed with the tracebacks of ranks that only lost their peer.
-* The exit code of the failed rank, and one line for an error common to all ranks, need own code.
-
-``docs/launching.md`` compares the two.
+``docs/launching.md`` says why the agent of torch.distributed.elastic cannot replace this launcher.
 """
 
 from __future__ import annotations
