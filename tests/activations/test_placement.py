@@ -332,10 +332,7 @@ def test_hybrid_is_never_slower_than_what_else_fits(candidate):
 @settings(max_examples=examples(15, all=60))
 @given(candidates(), st.sampled_from(EVERY_POLICY[:-1]), st.floats(0, 0.1))
 def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, policy, share):
-    """Whatever room it decides in: that allows for the largest working set of any placement.
-
-    Where layers share inputs it fits as well, but may recompute all where attention could stay.
-    """
+    """Whatever room it decides in, and within what the closed form that ranks placements is off."""
     offloads = policy in OFFLOADING_POLICIES
     assume(candidate.workload.hardware.node.host_memory_bytes or not offloads)
     roomy = evaluate_candidate(replace(with_memory(candidate, 1024 * GIB), policy=policy))
@@ -346,8 +343,7 @@ def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, poli
     hybrid = found.pop("hybrid")
     assert hybrid.shortfall is None
     seconds = [simulate_candidate(one).step_s for one in found.values() if one.shortfall is None]
-    if candidate.input_every == 1:
-        assert simulate_candidate(hybrid).step_s <= min(seconds) * 1.03
+    assert simulate_candidate(hybrid).step_s <= min(seconds) * 1.05
 
 
 @settings(max_examples=examples(8, all=100))

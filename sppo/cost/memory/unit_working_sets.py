@@ -7,8 +7,9 @@ A working set is freed when its unit ends, so it is added to the saved tensors h
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
@@ -60,17 +61,17 @@ def whole_unit_bytes(
             stage's output is not included: the first layer of a backward reads it, and a later
             layer reads another in its place.
     """
-    recomputed = placement.recomputed[stage] > 0
-    whole = placement.retained[stage] == placement.tokens[:, None]
+    recomputed = _classes(placement.recomputed[stage] > 0)
+    retained = _classes(placement.retained[stage] == placement.tokens[:, None])
     forward, backward = np.zeros((2, len(candidate.lengths)))
-    units = zip(candidate.lengths, candidate.prefixes, recomputed, whole, strict=True)
+    units = zip(candidate.lengths, candidate.prefixes, recomputed, retained, strict=True)
     for unit, (tokens, prefix, recomputes, retains) in enumerate(units):
         forward[unit], backward[unit] = running_bytes(
             candidate,
             tokens=tokens,
             prefix=prefix,
-            recomputed=_classes(recomputes),
-            retained=_classes(retains),
+            recomputed=recomputes,
+            retained=retains,
             layers=layers,
         )
         if candidate.is_last_stage(stage):
@@ -122,9 +123,9 @@ def loss_bytes(workload: Workload, *, tokens: int) -> int:
     return loss_working_set(workload, tokens=here)[1]
 
 
-def _classes(which: Counts) -> frozenset[int]:
-    """Return the tensor classes that are true in [3]."""
-    return frozenset(np.flatnonzero(which).tolist())
+def _classes(which: npt.NDArray[np.bool_]) -> list[frozenset[int]]:
+    """Return the tensor classes that are true for each unit, from [N, 3]."""
+    return [frozenset(index for index, true in enumerate(row) if true) for row in which.tolist()]
 
 
 def _with_joined(

@@ -36,6 +36,10 @@ def place(
     fit, with as much less room as it lacked. If that is not enough, because the policy frees memory
     at other moments than the fullest, the room decreases faster and faster.
 
+    Backward joins parts of tensors, and with layers that share an input it joins those of all at
+    once. So where tensors are recomputed, placements that treat all subsequences alike may fit and
+    be faster: they are compared.
+
     Args:
         candidate: Candidate whose activations are placed.
         seconds: Seconds of the candidate's units, with everything retained.
@@ -44,16 +48,26 @@ def place(
     """
     if not _is_free_to_choose(candidate):
         return evaluate(StepPrices(candidate, seconds, _fixed_placement(candidate, inputs)))
+    placed = None
     for attempt in range(_ATTEMPTS):
         prices = [StepPrices(candidate, seconds, one) for one in choices(inputs)]
         if not prices:
             break
         found = evaluate(_fastest(prices))
         if found.shortfall is None:
-            return found
+            placed = found
+            break
         inputs = _with_less_room(inputs, found, times=2 ** max(0, attempt - 2))
-    small = [evaluate(StepPrices(candidate, seconds, one)) for one in _smallest(candidate, inputs)]
-    return min(small, key=lambda one: (one.short_bytes, one.time.step_s))
+    if placed is not None and not placed.placement.recomputed.any():
+        return placed
+    uniform = [StepPrices(candidate, seconds, one) for one in _uniform(candidate, inputs)]
+    if placed is None:
+        compared = [*map(evaluate, uniform)]
+    else:
+        times = zip(uniform, times_of_placements(uniform), strict=True)
+        faster = (one for one, time in times if time.step_s < placed.time.step_s)
+        compared = [placed, *map(evaluate, faster)]
+    return min(compared, key=lambda one: (one.short_bytes, one.time.step_s))
 
 
 def _is_free_to_choose(candidate: Candidate) -> bool:
@@ -81,10 +95,14 @@ def _fastest(prices: Sequence[StepPrices]) -> StepPrices:
     return prices[step_s.index(min(step_s))]
 
 
-def _smallest(candidate: Candidate, inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
-    """Yield the placements that may need least memory, of which copies take some themselves."""
+def _uniform(candidate: Candidate, inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
+    """Yield the placement of least memory, and those that treat all subsequences alike.
+
+    Which of them needs least memory is not known in advance, because copies take some themselves.
+    """
     yield least_memory(inputs)
     yield decide("recompute", inputs)
+    yield decide("keep_attention", inputs)
     if inputs.copy_bytes_per_s > 0 and not candidate.kv_recomputed:
         yield decide("offload_all", inputs)
 
