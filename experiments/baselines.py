@@ -14,10 +14,9 @@ from experiments import harness
 from experiments.baseline_methods import MEGATRON, METHODS, ULYSSES, Method, fits, host_bytes
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.longest_sequence import longest_tokens
+from sppo.planning.longest_sequence import longest_sequence, longest_tokens
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.feasibility import longest_sequence
 from sppo.planning.search.solver import solve
 from sppo.units import KIB, format_bytes, format_tokens
 

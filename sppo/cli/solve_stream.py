@@ -16,7 +16,6 @@ from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.advice import too_long_for
 from sppo.planning.make_plan import predict
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.simulated_candidate import simulated_device_bytes
 from sppo.planning.search.solver import Solution
 from sppo.planning.why_nothing_fits import run_line
 from sppo.units import format_bytes, format_duration
@@ -38,7 +37,7 @@ class StreamAnswer(Answer):
         return self.solution.best
 
     def _way_json(self, way: EvaluatedCandidate) -> dict[str, Any]:
-        candidate, simulated = way.candidate, simulated_device_bytes(way)
+        candidate = way.candidate
         predicted = asdict(predict(self.solution.run, way))
         return {
             **degrees_json(way.degrees),
@@ -50,7 +49,7 @@ class StreamAnswer(Answer):
             "sequences_per_replica": candidate.sequences,
             "predicted": predicted,
             "node_host_peak_bytes": way.node_host_bytes,
-            "simulated_device_bytes": None if simulated is None else list(simulated),
+            "simulated_device_bytes": list(way.simulated_bytes),
             "stages": stages_json(way),
         }
 
@@ -65,7 +64,6 @@ class StreamAnswer(Answer):
                 "policy": evaluated.effective_policy,
                 "kv": evaluated.kv,
                 "state": asdict(evaluated.candidate.state),
-                "simulated": evaluated.simulated is not None,
             }
             for evaluated in solution.by_num_subsequences
         ]
@@ -110,7 +108,7 @@ class StreamAnswer(Answer):
                 lambda o: o.step_s,
                 lambda o: predicted(o).tokens_per_s_per_gpu * o.degrees.num_devices,
             ),
-            "step time is": lambda o: "simulated" if predicted(o).simulated else "closed form",
+            "step time is": lambda o: "simulated",
             "MFU": lambda o: f"{predicted(o).mfu:.1%}",
             "bubble": lambda o: f"{predicted(o).bubble_fraction:.1%}",
             "exposed copies": lambda o: format_duration(predicted(o).exposed_copy_s),

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from sppo.config.run import HardwareConfig, RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.estimate import model_counts
+from sppo.planning.longest_sequence import fits_at_all, longest_sequence
 from sppo.planning.search.choices import virtual_stages_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.feasibility import fits_at_all, longest_sequence
 from sppo.planning.search.solver import quick_best
 from sppo.units import format_bytes, format_duration, format_tokens
 

@@ -14,7 +14,7 @@ from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.solver import recommend
+from sppo.planning.search.solver import solve
 
 Draw = Callable[[RunConfig], DrawnSteps | None]
 """Draws steps of a run of documents; returns None if there is no data to draw from."""
@@ -58,7 +58,8 @@ def with_chosen_degrees(
         best = solve_corpus(run, hardware=hardware, steps=steps).best
         if best is not None:
             return _as_found(run, best.longest)
-    found = recommend(longest, hardware=hardware)
+    solution = solve(longest, hardware=hardware)
+    found = solution.best or solution.nearest
     return ChosenRun(longest) if found is None else _as_found(run, found)
 
 
@@ -69,13 +70,9 @@ def _as_found(run: RunConfig, found: EvaluatedCandidate | Rejection) -> ChosenRu
         run: The request.
         found: Best candidate, or the rejection nearest to fitting, whose schedule stays open.
     """
-    if isinstance(found, Rejection):
-        count, virtual_stages, schedule = found.num_subsequences, found.virtual_stages, None
-    else:
-        candidate = found.candidate
-        count, virtual_stages = len(candidate.lengths), candidate.virtual_stages
-        schedule = candidate.schedule
-    degrees = found.degrees
+    candidate, degrees = found.candidate, found.degrees
+    assert candidate is not None, "rejections without a candidate are not for memory"
+    virtual_stages = candidate.virtual_stages
     numbers = (degrees.data_parallel, degrees.pipeline_parallel, degrees.sequence_parallel)
     parallel: dict[str, object] = {
         name: number
@@ -84,11 +81,11 @@ def _as_found(run: RunConfig, found: EvaluatedCandidate | Rejection) -> ChosenRu
     }
     if virtual_stages > 1 and run.parallel.virtual_stages == "auto":
         parallel["virtual_stages"] = virtual_stages
-    if schedule is not None and run.parallel.schedule == "auto":
-        parallel["schedule"] = schedule
+    if isinstance(found, EvaluatedCandidate) and run.parallel.schedule == "auto":
+        parallel["schedule"] = candidate.schedule
     sequence: dict[str, object] = {}
     if run.sequence.num_subsequences == "auto" and run.sequence.boundaries is None:
-        sequence["num_subsequences"] = count
+        sequence["num_subsequences"] = len(candidate.lengths)
     keys = [f"parallel.{name}" for name in parallel] + [f"sequence.{name}" for name in sequence]
     written = run.model_copy(
         update={

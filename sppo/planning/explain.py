@@ -189,8 +189,6 @@ def _waits(
 ) -> dict[str, float]:
     """Return the seconds that a rank waits or runs other ranks' units, by part.
 
-    Without a simulation, only the waits for copies are known.
-
     Args:
         evaluated: Evaluated candidate.
         rank: Pipeline rank.
@@ -199,8 +197,6 @@ def _waits(
             as waits for messages.
     """
     simulated = evaluated.simulated
-    if simulated is None:
-        return {"borrowed": 0.0, "communication": 0.0, "copy": evaluated.time.exposed_copy_s}
     return {
         "borrowed": simulated.step_s - simulated.waited_s(rank) - own_s,
         "communication": simulated.waited_s(rank, "communication") - reduced_s,

@@ -121,7 +121,6 @@ def _more_sequences(solution: Solution) -> Iterator[Improvement]:
     Tried only if the bubble is large or devices are unused.
     """
     run, hardware, best = solution.run, solution.hardware, _best(solution)
-    assert best.simulated is not None, "the best answer is simulated"
     idle = best.degrees.num_devices < hardware.num_devices
     if best.simulated.bubble_fraction < _STARVED and not idle:
         return

@@ -51,26 +51,22 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
 
 def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
     """Return the predicted time and memory of one step of an evaluated candidate."""
-    candidate, time = evaluated.candidate, evaluated.time
+    candidate = evaluated.candidate
     hardware = candidate.workload.hardware
     length, sequences = run.sequence.length, run.train.sequences_per_step
     flops = step_flops(run.model, length=length, sequences=sequences)
     peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
     forward_s, backward_s = compute_seconds(evaluated)
-    exposed = time.exposed_copy_s
-    if evaluated.simulated is not None:
-        exposed = evaluated.simulated.exposed_copy_s
     return Prediction(
         provenance=hardware.provenance,
-        simulated=evaluated.simulated is not None,
         step_s=evaluated.step_s,
         forward_s=forward_s,
         backward_s=backward_s,
-        update_s=time.update_s,
-        exposed_copy_s=exposed,
+        update_s=evaluated.time.update_s,
+        exposed_copy_s=evaluated.simulated.exposed_copy_s,
         tokens_per_s_per_gpu=length * sequences / evaluated.step_s / candidate.num_devices,
         mfu=flops / evaluated.step_s / peak,
-        bubble_fraction=_bubble_fraction(evaluated),
+        bubble_fraction=evaluated.simulated.bubble_fraction,
         device_peak_bytes=evaluated.device_peak_bytes,
         host_peak_bytes=evaluated.host_peak_bytes,
         disk_peak_bytes=evaluated.disk_peak_bytes,
@@ -101,13 +97,6 @@ def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:
     offloaded = evaluated.placement.offloaded[0] @ row_bytes
     whole = evaluated.placement.tokens * row_bytes.sum()
     return tuple(float(round(share, 4)) for share in offloaded / whole)
-
-
-def _bubble_fraction(evaluated: EvaluatedCandidate) -> float:
-    if evaluated.simulated is not None:
-        return evaluated.simulated.bubble_fraction
-    time, ranks = evaluated.time, evaluated.candidate.pipeline_parallel_degree
-    return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
 
 
 def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:

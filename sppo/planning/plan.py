@@ -37,7 +37,7 @@ from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 from sppo.version import __version__
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Version of the plan format, incremented when the meaning of a field changes. Plans of other
 versions are refused."""
 
@@ -68,10 +68,8 @@ class Prediction:
 
     provenance: Provenance
     """Provenance of the machine's figures: measured, calibrated or analytic."""
-    simulated: bool
-    """Whether the step was simulated, rather than computed in closed form."""
     step_s: float
-    """Seconds of the whole step."""
+    """Simulated seconds of the whole step."""
     forward_s: float
     """Seconds of all forwards of the busiest rank."""
     backward_s: float

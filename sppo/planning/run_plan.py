@@ -129,7 +129,8 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
         refused = multiplexed_problem(run, degrees=degrees)
         if refused is not None:
             raise ValueError(refused)
-    return Division(run, hardware=hardware, degrees=degrees).best().candidate
+    division = Division(run, hardware=hardware, degrees=degrees)
+    return (division.best() or division.nearest_tried()).candidate
 
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:

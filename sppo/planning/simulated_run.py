@@ -12,9 +12,9 @@ from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import evaluate_in_nearest_tiers, run_candidate
+from sppo.planning.search.evaluated_candidate import steady_bytes
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.executed_candidate import as_executed
-from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import Case

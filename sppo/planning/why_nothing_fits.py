@@ -14,10 +14,9 @@ from sppo.planning.advice import Advice, too_long_for, what_would_fit
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.nothing_fits import NothingFitsError
-from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.solver import Solution, nearest_rejection
+from sppo.planning.search.solver import Solution
 from sppo.units import counted, format_bytes, format_count, format_tokens
 
 _SHOWN_BUCKETS = 5
@@ -62,7 +61,7 @@ def _advice_lines(solution: Solution | CorpusSolution, changes: Sequence[Advice]
     for advice in changes:
         yield f" {advice.change}  {advice.effect}"
     more_nodes = any(advice.change.startswith("hardware.nodes=") for advice in changes)
-    if isinstance(solution, Solution) and nearest_rejection(solution.rejected) and not more_nodes:
+    if isinstance(solution, Solution) and solution.nearest and not more_nodes:
         yield "up to 1024 of these nodes alone do not make it fit"
 
 
@@ -82,12 +81,12 @@ def _corpus_lines(solution: CorpusSolution) -> Iterator[str]:
 
 def _stream_lines(solution: Solution) -> Iterator[str]:
     """Yield lines about the rejections nearest to fitting, for a run of the stream."""
-    nearest, count = nearest_rejection(solution.rejected), len(solution.rejected)
+    nearest, count = solution.nearest, len(solution.rejected)
     problem = "no way to divide the devices works" if nearest is None else "nothing fits"
     yield f"{problem}: {run_line(solution.run)}"
     yield f"on {hardware_line(solution.hardware)}"
     if nearest is not None:
-        yield from _nearest_lines(solution, nearest)
+        yield from _nearest_lines(nearest)
     too_long = too_long_for(solution.run, hardware=solution.hardware)
     if too_long is not None:
         yield too_long
@@ -103,11 +102,11 @@ def _stream_lines(solution: Solution) -> Iterator[str]:
             yield f"     {group.example}"
 
 
-def _nearest_lines(solution: Solution, nearest: Rejection) -> Iterator[str]:
+def _nearest_lines(nearest: Rejection) -> Iterator[str]:
     """Yield lines about the memory that is short: where, by how much, and its largest buckets."""
-    shortfall = nearest.shortfall
+    shortfall, candidate = nearest.shortfall, nearest.candidate
     assert shortfall is not None, "chosen for it"
-    assert nearest.num_subsequences is not None, "memory is short at some N"
+    assert candidate is not None, "memory is short of a candidate"
     yield (
         f"nearest: {nearest.degrees.text()}, N={nearest.num_subsequences}, policy {nearest.policy}"
     )
@@ -119,13 +118,6 @@ def _nearest_lines(solution: Solution, nearest: Rejection) -> Iterator[str]:
     if shortfall.place != "device":
         yield f" most of it {bucket_text(shortfall.bucket)}"
         return
-    candidate = candidate_of_subsequences(
-        solution.run,
-        hardware=solution.hardware,
-        degrees=nearest.degrees,
-        num_subsequences=nearest.num_subsequences,
-        virtual_stages=nearest.virtual_stages,
-    )
     yield f" {_largest_buckets(evaluate_candidate(candidate).memory[shortfall.rank].device)}"
 
 
@@ -202,8 +194,7 @@ def _example(members: Sequence[Rejection]) -> str:
     shortfall, where = nearest.shortfall, nearest.degrees.text()
     if shortfall is None:
         return f"{where}: {nearest.reason}"
-    if nearest.num_subsequences is not None:
-        where += f", N={nearest.num_subsequences}"
+    where += f", N={nearest.num_subsequences}"
     bound = "at least " if shortfall.at_least else ""
     bounded = any(one.shortfall is not None and one.shortfall.at_least for one in members)
     return (

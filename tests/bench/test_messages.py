@@ -17,9 +17,8 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import message_bytes, message_seconds, stage_costs, stage_seconds
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import step_parts
+from sppo.planning.search.bounds import least_seconds
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.planning.search.step_prices import least_seconds
 from tests.bench.failing_process import fail
 from tests.bench.test_hardware_description import NOTHING
 from tests.bench.test_timing import Watcher
@@ -110,7 +109,7 @@ def test_more_stages_carry_more_messages(virtual_stages):
 
 
 def test_the_bound_of_a_step_holds_and_its_parts_add_up():
-    evaluated = simulate_candidate(evaluate_candidate(candidate(1e-6)))
+    evaluated = evaluate_candidate(candidate(1e-6))
     assert least_seconds(evaluated.candidate) <= evaluated.step_s
     for rank, parts in enumerate(step_parts(evaluated)):
         assert sum(parts.values()) == pytest.approx(evaluated.step_s)

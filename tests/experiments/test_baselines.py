@@ -18,8 +18,8 @@ from experiments.baseline_methods import (
 )
 from experiments.baselines import HOST, SPPO, baseline, baselines, paper_claims
 from sppo.hardware.presets import PRESETS
+from sppo.planning.longest_sequence import fits_at_all
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.feasibility import fits_at_all
 from tests.conftest import write_run
 from tests.make import make_run
 

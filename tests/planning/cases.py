@@ -11,6 +11,8 @@ from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
+from sppo.planning.search.candidates import candidate_of, workload_of
+from sppo.planning.search.choices import Degrees, cut_sequence
 from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.costs import Costs
 from sppo.schedule.generate import generate
@@ -44,6 +46,25 @@ def run_config(model: str | dict[str, Any] = "gpt-7b", *, length: int | str = 65
 def solved(run: RunConfig, *, hardware: HardwareSpec | None = None) -> Solution:
     """The solver's answer, for the machine that the run names unless another is given."""
     return solve(run, hardware=hardware or hardware_for(run.hardware))
+
+
+def candidate_of_subsequences(
+    run: RunConfig,
+    *,
+    hardware: HardwareSpec,
+    degrees: Degrees,
+    num_subsequences: int,
+    virtual_stages: int = 1,
+) -> Candidate:
+    """Return the candidate with the given degrees, numbers of subsequences and virtual stages."""
+    workload = workload_of(run, hardware=hardware, degrees=degrees)
+    lengths = cut_sequence(
+        run,
+        num_subsequences=num_subsequences,
+        workload=workload,
+        num_stages=degrees.pipeline_parallel,
+    )
+    return candidate_of(run, workload, degrees, lengths=lengths, virtual_stages=virtual_stages)
 
 
 def machine(hardware: HardwareSpec = A100, *, nodes: int | None = None, **change) -> HardwareSpec:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.units import GIB
-from tests.planning.cases import machine, run_config
+from tests.planning.cases import candidate_of_subsequences, machine, run_config
 
 SCHEDULES = (
     "sppo",

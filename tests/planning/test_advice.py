@@ -9,8 +9,12 @@ import pytest
 
 from sppo.hardware.run_hardware import hardware_for, run_hardware
 from sppo.planning.advice import too_long_for, what_would_fit
-from sppo.planning.longest_sequence import longest_tokens, with_length
-from sppo.planning.search.feasibility import fits_at_all, longest_sequence
+from sppo.planning.longest_sequence import (
+    fits_at_all,
+    longest_sequence,
+    longest_tokens,
+    with_length,
+)
 from sppo.planning.search.solver import quick_best
 from sppo.units import GIB, KIB, format_tokens
 from tests.planning.cases import machine, run_config

@@ -12,10 +12,9 @@ from sppo.config.run import RunConfig
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.estimate import estimate
 from sppo.planning.make_plan import make_plan
-from sppo.planning.search import evaluation, simulated_candidate
+from sppo.planning.search import evaluated_candidate, evaluation
 from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import Solution, solve
 from sppo.planning.simulated_run import simulated_plan, simulated_run
 from sppo.schedule.orders.names import WHOLE_SEQUENCES
@@ -122,19 +121,19 @@ def work(monkeypatch) -> Counter[str]:
     done: Counter[str] = Counter()
     evaluate, play = (
         evaluation._with_memory,
-        simulated_candidate.simulate_step,
+        evaluated_candidate.simulate_step,
     )
 
-    def with_memory(prices, **options):
+    def with_memory(*candidate, **options):
         done["evaluated"] += 1
-        return evaluate(prices, **options)
+        return evaluate(*candidate, **options)
 
     def simulate_step(schedule, *, costs):
         done["played"] += costs.forward_s.size
         return play(schedule, costs=costs)
 
     monkeypatch.setattr(evaluation, "_with_memory", with_memory)
-    monkeypatch.setattr(simulated_candidate, "simulate_step", simulate_step)
+    monkeypatch.setattr(evaluated_candidate, "simulate_step", simulate_step)
     return done
 
 
@@ -170,11 +169,10 @@ def fits_and_is_best(solution: Solution) -> None:
         assert listed.shortfall is None
         assert listed.device_peak_bytes <= hardware.device.usable_bytes
         assert listed.host_peak_bytes <= hardware.host_bytes_per_device
-        simulated = simulate_candidate(listed)
-        assert max(simulated_device_bytes(simulated)) <= listed.device_peak_bytes + 8
+        assert max(listed.simulated_bytes) <= listed.device_peak_bytes + 8
         # Units are cut over ranks (MSP) where a run asks for it, however slow that is.
         if best.candidate.schedule != "sppo_msp" or solution.run.parallel.schedule == "auto":
-            assert best.step_s <= simulated.step_s * (1 + ROUNDING) / WORTH_IT
+            assert best.step_s <= listed.step_s * (1 + ROUNDING) / WORTH_IT
     for listed in solution.runners_up:  # slower by up to that for less host memory alone
         as_fast = listed.step_s <= best.step_s
         assert not as_fast or listed.node_host_bytes >= best.node_host_bytes
@@ -213,7 +211,7 @@ def agrees_with_its_plan(run: RunConfig, solution: Solution) -> None:
     ]
     assert played.num_devices == best.degrees.num_devices
     assert max(peaks) <= plan.predicted.device_peak_bytes + 8
-    assert peaks == list(simulated_device_bytes(best))
+    assert peaks == list(best.simulated_bytes)
     assert timeline.makespan_s == pytest.approx(plan.predicted.step_s)
 
 

@@ -15,14 +15,12 @@ from sppo.output_file import write_json
 from sppo.planning.explain import step_parts
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import check_program, plan_json, read_plan
-from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees, virtual_stages_to_try
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import solve
 from sppo.schedule.transfers.kv_placement import kv_of_turns
 from sppo.units import GIB
-from tests.planning.cases import machine, run_config
+from tests.planning.cases import candidate_of_subsequences, machine, run_config
 
 
 def candidate(*, length=262144, virtual_stages=4, pipeline=2, hardware=None, **activations):
@@ -81,7 +79,7 @@ def test_recomputed_keys_come_from_inputs_that_stay():
 
 @pytest.mark.parametrize("kv", ["retain", "offload", "recompute"])
 def test_the_seconds_of_a_step_add_up(kv):
-    found = simulate_candidate(evaluate_candidate(candidate(kv=kv, policy="recompute")))
+    found = evaluate_candidate(candidate(kv=kv, policy="recompute"))
     for parts in step_parts(found):
         assert sum(parts.values()) == pytest.approx(found.step_s)
         assert parts["borrowed"] == pytest.approx(0, abs=1e-9)
@@ -149,7 +147,7 @@ def test_some_stages_recompute_their_keys_where_no_one_placement_fits(mixed, tmp
     assert best.placement.offloaded[~recomputes, :, X_IN].any()
     assert best.costs.kv_recompute_s[recomputes].all()
     assert best.disk_peak_bytes <= 11 * GIB
-    assert max(simulated_device_bytes(best)) <= best.device_peak_bytes + 8
+    assert max(best.simulated_bytes) <= best.device_peak_bytes + 8
     assert best.device_peak_bytes <= 17 * GIB
     plan = make_plan(run, best)
     write_json(tmp_path / "plan.json", plan_json(plan))

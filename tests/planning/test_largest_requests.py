@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.search import evaluation, simulated_candidate
+from sppo.planning.search import evaluated_candidate, evaluation
 from sppo.planning.search.choices import CUT_UNIT
 from sppo.planning.search.solver import solve
 from tests.make import make_run
@@ -36,19 +36,19 @@ def units(monkeypatch) -> list[int]:
     done: list[int] = []
 
     def counting(function, times=1):
-        def counted(first, **options):
+        def counted(first, *others, **options):
             candidate = first.candidate if hasattr(first, "candidate") else first
             if hasattr(candidate, "num_stages") and hasattr(candidate, "lengths"):
                 many = candidate.num_stages * len(candidate.lengths)
                 done.append(many * getattr(candidate, "sequences", 1) * times)
-            return function(first, **options)
+            return function(first, *others, **options)
 
         return counted
 
     monkeypatch.setattr(evaluation, "_with_memory", counting(evaluation._with_memory))
     monkeypatch.setattr(evaluation, "with_program", counting(evaluation.with_program, CUT_UNIT))
-    simulate = simulated_candidate.simulate_step
-    monkeypatch.setattr(simulated_candidate, "simulate_step", counting(simulate))
+    simulate = evaluated_candidate.simulate_step
+    monkeypatch.setattr(evaluated_candidate, "simulate_step", counting(simulate))
     return done
 
 

@@ -14,13 +14,12 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, plan_json, read_plan
 from sppo.planning.planned_keys import check_plan_fits, planned_part
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
-from tests.planning.cases import machine, run_config
+from tests.planning.cases import candidate_of_subsequences, machine, run_config
 
 
 def offloading_run(**sections):

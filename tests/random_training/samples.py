@@ -30,7 +30,6 @@ from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.random_training.case import Case, Leg, Samples
 from tests.schedule.pacing import forwards_between
 
@@ -123,7 +122,7 @@ def _plan(planner: StepPlanner, lengths: tuple[int, ...], samples: Samples, tier
         return plan
     else:
         evaluated = evaluate_candidate(candidate)
-    return StepPlan(plan.packed, simulate_candidate(evaluated))
+    return StepPlan(plan.packed, evaluated)
 
 
 def _with_mixed_levels(candidate: Candidate, *, offloads: bool) -> EvaluatedCandidate:

@@ -137,7 +137,7 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
         # A step of the longest samples has the fewest samples, and each replica needs one.
         fewest = max(1, min(fewest, run.train.tokens_per_step // run.sequence.length))
     possible, refusals = degrees_to_try(run, hardware=hardware, samples=fewest)
-    refused = [Rejection(refusal.degrees, refusal.reason) for refusal in refusals]
+    refused = [Rejection(degrees, reason) for degrees, reason in refusals.items()]
     fitting: list[PlannedDegrees] = []
     for degrees in possible:
         found = _of_degrees(run, degrees, hardware=hardware, steps=steps)

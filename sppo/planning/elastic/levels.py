@@ -32,16 +32,20 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
-from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, placed_bytes, stage_seconds
+from sppo.cost.stage_cost import (
+    StageSeconds,
+    copy_bytes_per_s,
+    placed_bytes,
+    stage_costs,
+    stage_seconds,
+)
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.elastic.windows import RankWindows, rank_windows
+from sppo.planning.search.bounds import memory_without_activations
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
-from sppo.planning.search.memory_bounds import memory_without_activations
 from sppo.planning.search.policy_inputs import policy_inputs
-from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.planning.search.step_prices import StepPrices
 from sppo.schedule.costs import Table
 
 Levels = npt.NDArray[np.intp]
@@ -83,7 +87,7 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     Args:
         candidate: Candidate with packed sequences; its activation policy is ignored.
     """
-    retaining = simulate_candidate(evaluate_candidate(replace(candidate, policy="retain")))
+    retaining = evaluate_candidate(replace(candidate, policy="retain"))
     if retaining.shortfall is None:
         return retaining
     has_tier = copy_bytes_per_s(candidate)[0] > 0 and candidate.kv != "recomputed"
@@ -92,7 +96,7 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
         for choice in level_choices(candidate, levels=levels):
             placed = choice.least_added()
             if placed is not None:
-                found.append(simulate_candidate(placed))
+                found.append(placed)
         if any(map(_runs_freely, found)):
             break
     return min(found, key=lambda one: one.step_s, default=None)
@@ -382,7 +386,7 @@ def _seconds_added(
     candidate: Candidate, seconds: StageSeconds, placements: Sequence[ActivationPlacement]
 ) -> Table:
     """Return the seconds that each level adds to each unit, [levels, stages, subsequences]."""
-    costs = [StepPrices(candidate, seconds, own).costs for own in placements]
+    costs = [stage_costs(candidate, seconds=seconds, placement=own) for own in placements]
     taken = np.stack([own.forward_s + own.backward_s for own in costs])
     added: Table = taken - taken.min(axis=0)
     return added

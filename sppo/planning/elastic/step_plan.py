@@ -32,7 +32,6 @@ from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
 from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES
 from sppo.schedule.schedule import Schedule
 
@@ -52,7 +51,7 @@ class StepPlan:
 
     Attributes:
         packed: Packed samples.
-        evaluated: Chosen candidate, simulated.
+        evaluated: Chosen candidate.
     """
 
     packed: PackedSamples
@@ -111,13 +110,12 @@ class StepPlan:
     @property
     def bubble_fraction(self) -> float:
         """Simulated idle share of all pipeline ranks."""
-        assert self.evaluated.simulated is not None, "every plan of a step is simulated"
         return self.evaluated.simulated.bubble_fraction
 
     @property
     def device_peak_bytes(self) -> int:
         """Simulated memory of the fullest device."""
-        return max(simulated_device_bytes(self.evaluated) or (self.evaluated.device_peak_bytes,))
+        return max(self.evaluated.simulated_bytes)
 
     @property
     def num_split(self) -> int:
@@ -261,7 +259,7 @@ class StepPlanner:
         evaluated = evaluate_candidate(base.with_packed(plan.sequences))
         if evaluated.shortfall is not None:
             return plan
-        other = StepPlan(plan.packed, simulate_candidate(evaluated))
+        other = StepPlan(plan.packed, evaluated)
         return other if other.step_s <= plan.step_s * WORTH_IT else plan
 
     def _fitting(
@@ -290,7 +288,7 @@ class StepPlanner:
                 continue
             evaluated = evaluate_candidate(base.with_packed(packing.packed.sequences))
             if evaluated.shortfall is None:
-                found.append(StepPlan(packing.packed, simulate_candidate(evaluated)))
+                found.append(StepPlan(packing.packed, evaluated))
             else:
                 short.append(evaluated)
                 largest = packing.most_tokens

@@ -10,8 +10,6 @@ from sppo.planning.elastic.step_correction import StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.make_plan import compute_seconds
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.planning.search.step_prices import StepPrices
 from sppo.schedule.costs import Costs
 
 
@@ -53,14 +51,12 @@ def predict_step(plan: StepPlan, correction: StepCorrection) -> StepPrediction:
 
 
 def _priced(evaluated: EvaluatedCandidate, correction: CostCorrection) -> EvaluatedCandidate:
-    """Return the candidate priced with a correction and simulated, with its placement unchanged."""
+    """Return the candidate priced with a correction, with its placement unchanged."""
     workload = evaluated.candidate.workload
-    if workload.correction == correction and evaluated.simulated is not None:
+    if workload.correction == correction:
         return evaluated
     candidate = replace(evaluated.candidate, workload=replace(workload, correction=correction))
-    prices = StepPrices(candidate, stage_seconds(candidate), evaluated.placement)
-    repriced = replace(evaluated, candidate=candidate, prices=prices, simulated=None)
-    return simulate_candidate(repriced)
+    return replace(evaluated, candidate=candidate, seconds=stage_seconds(candidate))
 
 
 def _actions_s(evaluated: EvaluatedCandidate) -> float:

@@ -77,34 +77,6 @@ def check_kv(candidate: Candidate) -> None:
         )
 
 
-def check_state(candidate: Candidate) -> None:
-    """Raise ValueError if the training state is placed in a tier that the machine does not have.
-
-    Raises:
-        ValueError: A tier is missing; the message names the part of the state, the tier, and what
-            to write.
-    """
-    hardware, state = candidate.workload.hardware, candidate.state
-    for part in ("weights", "gradients", "optimizer"):
-        tier = getattr(state, part)
-        if tier == "host" and not hardware.node.host_memory_bytes:
-            raise ValueError(
-                f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
-                f"its devices', or activations.host_memory leaves none: write state.{part}=device"
-            )
-        on_gpu = hardware.device.kind == "cuda"
-        if tier == "disk" and (on_gpu or not hardware.node.disk_bytes):
-            raise ValueError(
-                f"state.{part}=disk keeps it on a disk, and "
-                + (
-                    "what leaves a GPU goes to host memory: write host, or device"
-                    if on_gpu
-                    else f"on {hardware.name} there is none that may be used: name a directory "
-                    "(activations.disk=DIR)"
-                )
-            )
-
-
 def check_inputs_retained(candidate: Candidate, placement: ActivationPlacement) -> None:
     """Raise ValueError if K and V are to be recomputed from layer inputs that are offloaded.
 

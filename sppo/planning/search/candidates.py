@@ -127,25 +127,6 @@ def _may_share(run: RunConfig, candidate: Candidate) -> bool:
     )
 
 
-def candidate_of_subsequences(
-    run: RunConfig,
-    *,
-    hardware: HardwareSpec,
-    degrees: Degrees,
-    num_subsequences: int,
-    virtual_stages: int = 1,
-) -> Candidate:
-    """Return the candidate with the given degrees, numbers of subsequences and virtual stages."""
-    workload = workload_of(run, hardware=hardware, degrees=degrees)
-    lengths = cut_sequence(
-        run,
-        num_subsequences=num_subsequences,
-        workload=workload,
-        num_stages=degrees.pipeline_parallel,
-    )
-    return candidate_of(run, workload, degrees, lengths=lengths, virtual_stages=virtual_stages)
-
-
 def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:
     """Return the workload of a run, on the machine with the tiers that the run allows."""
     return Workload(

@@ -81,14 +81,6 @@ class Degrees:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Degrees that cannot work with any other choices, and the reason."""
-
-    degrees: Degrees
-    reason: str
-
-
 def asked_schedule(run: RunConfig) -> str:
     """Return the schedule that the run asks for; ``multiplexed: on`` stands for sppo_msp."""
     parallel = run.parallel
@@ -256,8 +248,8 @@ def degrees_to_try(
     hardware: HardwareSpec,
     samples: int | None = None,
     across_nodes: bool = False,
-) -> tuple[list[Degrees], list[Refusal]]:
-    """Return the divisions of the machine that the run allows, and those that cannot work.
+) -> tuple[list[Degrees], dict[Degrees, str]]:
+    """Return the divisions of the machine that the run allows, and why others cannot work.
 
     Sequence parallelism stays inside a node unless the run asks for more, because every layer waits
     for its exchanges; but nothing else divides the working set of the longest sequences. Devices
@@ -288,7 +280,8 @@ def degrees_to_try(
             f"{asked} devices, and {hardware.name} has {total}: lower a degree, or raise "
             "hardware.nodes"
         )
-    possible, refused = [], []
+    possible: list[Degrees] = []
+    refused: dict[Degrees, str] = {}
     for sequence in _sequence_degrees(hardware, fixed=fixed, across_nodes=across_nodes):
         for pipeline in _pipeline_degrees(run, room=total // sequence, fixed=fixed):
             room = total // sequence // pipeline
@@ -298,11 +291,11 @@ def degrees_to_try(
             if reason is None:
                 possible.append(degrees)
             else:
-                refused.append(Refusal(degrees, reason))
+                refused[degrees] = reason
     if uses_msp(run):
         problems = {degrees: multiplexed_problem(run, degrees=degrees) for degrees in possible}
         possible = [degrees for degrees, reason in problems.items() if reason is None]
-        refused += [Refusal(degrees, reason) for degrees, reason in problems.items() if reason]
+        refused |= {degrees: reason for degrees, reason in problems.items() if reason}
         if problems and not possible and not across_nodes:
             most_stages = max(problems, key=lambda degrees: degrees.pipeline_parallel)
             raise ValueError(problems[most_stages])

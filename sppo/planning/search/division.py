@@ -15,6 +15,7 @@ from math import inf
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
+from sppo.planning.search.bounds import least_seconds, least_shortfall, may_fit
 from sppo.planning.search.candidates import (
     OTHER_SCHEDULES,
     candidates_of_degrees,
@@ -23,10 +24,7 @@ from sppo.planning.search.candidates import (
 from sppo.planning.search.choices import Degrees, degrees_to_try, exceeds_sweet_spot, uses_msp
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.memory_bounds import least_shortfall, may_fit
 from sppo.planning.search.shortfall import Shortfall
-from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.planning.search.step_prices import least_seconds
 from sppo.schedule.orders.names import LOOPED
 
 WORTH_IT = 0.99
@@ -42,22 +40,29 @@ class Rejection:
     Attributes:
         degrees: Rejected degrees.
         reason: Reason as text.
-        num_subsequences: N that came nearest to fitting, or has the lowest bound; None if memory
+        candidate: Candidate that came nearest to fitting, or has the lowest bound; None if memory
             was not the reason.
-        policy: Activation policy that came nearest to fitting; None if memory was not the reason,
-            or no policy can fit.
         shortfall: Shortfall of this candidate; None if memory was not the reason.
-        virtual_stages: Stages on each rank that came nearest to fitting, or have the lowest bound.
         steps: Whether a step of the longest samples fits, but one drawn from the corpus does not.
     """
 
     degrees: Degrees
     reason: str
-    num_subsequences: int | None = None
-    policy: str | None = None
+    candidate: Candidate | None = None
     shortfall: Shortfall | None = None
-    virtual_stages: int = 1
     steps: bool = False
+
+    @property
+    def num_subsequences(self) -> int | None:
+        """Number of subsequences of the candidate; None if memory was not the reason."""
+        return None if self.candidate is None else len(self.candidate.lengths)
+
+    @property
+    def policy(self) -> str | None:
+        """Activation policy that came nearest to fitting; None if none was tried."""
+        if self.candidate is None or self.shortfall is None or self.shortfall.at_least:
+            return None
+        return self.candidate.policy
 
 
 class Division:
@@ -94,26 +99,25 @@ class Division:
         cut = (with_schedule(self._run, one, "sppo_msp") for _, one in self._few)
         return min([self.plain_s, *(least_seconds(one) for one in cut if one is not None)])
 
-    def best(self, *, below: float = inf) -> EvaluatedCandidate:
-        """Return the best candidate that fits, simulated; if none does, the nearest to fitting.
+    def best(self, *, below: float = inf) -> EvaluatedCandidate | None:
+        """Return the best candidate that fits; None if none does.
 
         Few values of N are tried first, then those around the best of them.
 
         Args:
             below: Step time in seconds; what surely takes longer is not tried once any N fits.
         """
-        if not self.may_fit:
-            return self.nearest
-        best = self._fastest(self._few)
+        best = self._fastest(self._few) if self.may_fit else None
         if best is None:
-            tried = [] if self._cuts else [*self._evaluated.values()]
-            return min([self.nearest, *tried], key=_short_bytes)
+            return None
         around = [
             (bound_s, one)
             for one in self._between(best)
             if (bound_s := least_seconds(one)) <= below
         ]
-        return self._in_best_schedule(self._fastest(around, best) or best, below=below)
+        plain = self._fastest(around, best) or best
+        best = self._in_best_schedule(plain, below=below) or self.nearest
+        return best if best.shortfall is None else None
 
     def _between(self, best: EvaluatedCandidate) -> list[Candidate]:
         """Return the candidates between the one of the few N that is best and its neighbours."""
@@ -132,7 +136,7 @@ class Division:
         candidates: Sequence[tuple[float, Candidate]],
         best: EvaluatedCandidate | None = None,
     ) -> EvaluatedCandidate | None:
-        """Return the best candidate that fits, simulated; None if none does.
+        """Return the best candidate that fits; None if none does.
 
         Args:
             candidates: Candidates to try, with lower bounds of their step times.
@@ -145,17 +149,19 @@ class Division:
                 continue
             found = self._evaluate(candidate)
             if found.shortfall is None:
-                found = simulate_candidate(found)
                 best = found if best is None else min(best, found, key=_handicapped_s)
             elif best is None and self._lacks_device_memory:
                 break
         return best
 
-    def _in_best_schedule(self, plain: EvaluatedCandidate, *, below: float) -> EvaluatedCandidate:
+    def _in_best_schedule(
+        self, plain: EvaluatedCandidate, *, below: float
+    ) -> EvaluatedCandidate | None:
         """Return a candidate in the plain order, or with another schedule that saves 1 % or more.
 
         Args:
-            plain: Simulated candidate in the plain order.
+            plain: Candidate in the plain order; not returned if the run asks for units cut over
+                ranks (MSP).
             below: Step time in seconds; surely slower schedules are not tried.
         """
         best = None if self._cuts else plain
@@ -168,7 +174,7 @@ class Division:
                 found = self._in_schedule(schedule, virtual, count, best, below=most_s)
                 if found is not None and found.step_s <= most_s:
                     best, most_s = found, found.step_s
-        return best or self.nearest
+        return best
 
     def _fastest_retained(self, virtual_stages: int) -> int:
         """Return the one of the few N that is fastest with everything retained; 0 if there is none.
@@ -189,7 +195,7 @@ class Division:
         *,
         below: float,
     ) -> EvaluatedCandidate | None:
-        """Return the best candidate so far, or one with another schedule that is faster, simulated.
+        """Return the best candidate so far, or one with another schedule that is faster.
 
         With smaller bubbles, fewer subsequences may be faster than in the plain order: from `most`,
         N is halved as long as the step becomes shorter. Those with a bound above `below` are left
@@ -206,7 +212,6 @@ class Division:
             found = self._evaluate(other) if may_fit(other) else None
             if found is None or found.shortfall is not None:
                 break
-            found = simulate_candidate(found)
             if best is not None and found.step_s >= best.step_s:
                 break
             best = found
@@ -224,7 +229,7 @@ class Division:
             return False
         if self.nearest.shortfall is None or self._lacks_device_memory:
             return self.nearest.shortfall is None
-        return self.best().shortfall is None
+        return self.best() is not None
 
     @cached_property
     def nearest(self) -> EvaluatedCandidate:
@@ -233,7 +238,7 @@ class Division:
         for candidate in self._likeliest:
             found.append(self._evaluate(candidate))
             if found[-1].shortfall is None:
-                return simulate_candidate(found[-1])
+                return found[-1]
         return min(found, key=_short_bytes)
 
     @cached_property
@@ -262,6 +267,11 @@ class Division:
         cuts = self.nearest.candidate.schedule == "sppo_msp"
         return short is not None and short.place == "device" and not cuts
 
+    def nearest_tried(self) -> EvaluatedCandidate:
+        """Return the nearest to fitting of all candidates that were tried."""
+        tried = [] if self._cuts else [*self._evaluated.values()]
+        return min([self.nearest, *tried], key=_short_bytes)
+
     def least_rejection(self) -> Rejection | None:
         """Return a lower bound of what is lacking, which takes little time; None if any may fit."""
         if self.may_fit:
@@ -269,13 +279,7 @@ class Division:
         bounds = ((one, least_shortfall(one)) for one in self._likeliest)
         short = [(one, shortfall) for one, shortfall in bounds if shortfall is not None]
         candidate, shortfall = min(short, key=lambda one: one[1].short_bytes)
-        return Rejection(
-            self.degrees,
-            shortfall.reason,
-            num_subsequences=len(candidate.lengths),
-            shortfall=shortfall,
-            virtual_stages=candidate.virtual_stages,
-        )
+        return Rejection(self.degrees, shortfall.reason, candidate, shortfall)
 
     def by_num_subsequences(self, best: EvaluatedCandidate) -> tuple[EvaluatedCandidate, ...]:
         """Return the candidates of few N, and of every N that was tried, that fit; by N.
@@ -314,7 +318,7 @@ def divide(
         ValueError: See :func:`sppo.planning.search.choices.degrees_to_try`.
     """
     possible, refused = degrees_to_try(run, hardware=hardware, across_nodes=across_nodes)
-    rejected = [Rejection(refusal.degrees, refusal.reason) for refusal in refused]
+    rejected = [Rejection(degrees, reason) for degrees, reason in refused.items()]
     divisions = []
     for degrees in possible:
         try:
@@ -327,15 +331,8 @@ def divide(
 def rejection_of(nearest: EvaluatedCandidate) -> Rejection:
     """Return the rejection of degrees of which even the nearest candidate does not fit."""
     assert nearest.shortfall is not None, "only made of what does not fit"
-    candidate = nearest.candidate
-    return Rejection(
-        nearest.degrees,
-        nearest.shortfall.reason,
-        num_subsequences=len(candidate.lengths),
-        policy=candidate.policy,
-        shortfall=nearest.shortfall,
-        virtual_stages=candidate.virtual_stages,
-    )
+    shortfall = nearest.shortfall
+    return Rejection(nearest.degrees, shortfall.reason, nearest.candidate, shortfall)
 
 
 def _few(counts: Collection[int]) -> list[int]:

@@ -1,65 +1,74 @@
-"""Candidate with its placement, memory, costs and step time."""
+"""Candidate with its placement and memory; costs and times of its step follow from these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.rank_program import holds_messages, with_messages_held
-from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
-from sppo.cost.step_time import StepTime
+from sppo.cost.stage_cost import StageSeconds, stage_costs
+from sppo.cost.step_time import StepTime, step_times
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
-from sppo.planning.search.step_prices import StepPrices
 from sppo.schedule.costs import Costs
+from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.program import with_messages
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.simulated_step import SimulatedStep
+from sppo.schedule.simulation.simulated_step import SimulatedStep, simulate_step
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
+_IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
+"""Memory buckets that a simulation tracks over time; the others are constant during a step."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, eq=False)
 class EvaluatedCandidate:
-    """Candidate with its placement, memory, costs and step time.
+    """Candidate with its placement and memory, and the costs and times of its step.
+
+    Costs and times are computed when they are first asked for.
 
     Attributes:
         candidate: The candidate.
-        prices: Costs of the step under the placement of its activations.
+        seconds: Seconds of the candidate's units, with everything retained.
+        placement: Placement of the saved tensors.
         memory: Memory of one device of each pipeline rank.
         shortfall: Memory that the candidate lacks; None if it fits.
-        simulated: Simulated step; None if only the closed form was computed.
         program: Program without messages, made for MSP, whose memory depends on it; None otherwise.
     """
 
     candidate: Candidate
-    prices: StepPrices
+    seconds: StageSeconds
+    placement: ActivationPlacement
     memory: tuple[StageMemory, ...]
     shortfall: Shortfall | None
-    simulated: SimulatedStep | None = None
     program: Schedule | None = None
 
-    @property
-    def placement(self) -> ActivationPlacement:
-        """Placement of the saved tensors."""
-        return self.prices.placement
-
-    @property
+    @cached_property
     def costs(self) -> Costs:
         """Cost tables of the step, for the simulator."""
-        return self.prices.costs
+        return stage_costs(self.candidate, seconds=self.seconds, placement=self.placement)
 
-    @property
+    @cached_property
     def time(self) -> StepTime:
         """Time of the step, in closed form."""
-        return self.prices.time
+        return closed_forms(self.candidate, [self.costs])[0]
+
+    @cached_property
+    def simulated(self) -> SimulatedStep:
+        """Simulated step."""
+        program = self.program or self.candidate.program(self.costs, messages=False)
+        return simulate_step(program, costs=self.costs)
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step: simulated if available, otherwise in closed form."""
-        return self.time.step_s if self.simulated is None else self.simulated.step_s
+        """Simulated seconds of the step."""
+        return self.simulated.step_s
 
     @property
     def degrees(self) -> Degrees:
@@ -76,6 +85,14 @@ class EvaluatedCandidate:
     def device_peak_bytes(self) -> int:
         """Peak bytes of the fullest device."""
         return max(rank.device.total_bytes for rank in self.memory)
+
+    @property
+    def simulated_bytes(self) -> tuple[int, ...]:
+        """Simulated peak bytes of one device of each rank, at most those of its memory."""
+        return tuple(
+            steady_bytes(rank.device) + round(held)
+            for rank, held in zip(self.memory, self.simulated.held_bytes.tolist(), strict=True)
+        )
 
     @property
     def host_peak_bytes(self) -> int:
@@ -108,6 +125,28 @@ class EvaluatedCandidate:
         if self.placement.offloaded.any() or self.placement.recomputed.any():
             return self.candidate.policy
         return "retain"
+
+
+def closed_forms(candidate: Candidate, costs: Sequence[Costs]) -> list[StepTime]:
+    """Return the times of a candidate's step with several cost tables, in closed form.
+
+    An interleaved schedule with several stages on a rank counts as looped: it takes as long for one
+    group of sequences, and overlaps several groups.
+    """
+    is_looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
+    return step_times(
+        costs,
+        num_sequences=candidate.sequences,
+        looped_ranks=candidate.pipeline_parallel_degree if is_looped else None,
+    )
+
+
+def steady_bytes(device: MemoryBuckets) -> int:
+    """Return the bytes that a simulation does not track: state, slots of copies, working sets.
+
+    The working set counts by as much as it raises the peak of what is held.
+    """
+    return device.total_bytes - sum(int(getattr(device, name)) for name in _IN_TIMELINES)
 
 
 def with_program(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,22 +14,17 @@ from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import StageSeconds, stage_seconds
+from sppo.planning.search.bounds import may_fit, memory_without_activations
 from sppo.planning.search.candidate_checks import (
     check_inputs_retained,
     check_kv,
-    check_state,
     kv_choices,
     kv_mixes,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
-from sppo.planning.search.memory_bounds import (
-    may_fit,
-    memory_without_activations,
-)
 from sppo.planning.search.placement_choice import place
 from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.shortfall import find_shortfall
-from sppo.planning.search.step_prices import StepPrices
 
 _ATTEMPTS = 3
 """Most programs of a candidate that are made, each with less memory for activations."""
@@ -46,13 +41,12 @@ def evaluate_candidate(
 
     Raises:
         ValueError: There are more stages than layers, or the machine does not support the policy,
-            the placement of K and V, or a tier of the training state.
+            or the placement of K and V.
     """
     seconds = seconds or stage_seconds(candidate)
     if candidate.kv is None:
-        return _best_of_kv(candidate, seconds=seconds)
+        return _with_best_kv(candidate, seconds=seconds)
     check_kv(candidate)
-    check_state(candidate)
     found = _with_whole_units(candidate, seconds=seconds)
     check_inputs_retained(candidate, found.placement)
     if candidate.schedule != "sppo_msp":
@@ -75,7 +69,7 @@ def _with_whole_units(candidate: Candidate, *, seconds: StageSeconds) -> Evaluat
         units=units,
         states=states,
     )
-    evaluate = partial(_with_memory, states=states, units=units)
+    evaluate = partial(_with_memory, candidate, seconds, states=states, units=units)
     return place(candidate, seconds=seconds, inputs=inputs, evaluate=evaluate)
 
 
@@ -96,54 +90,40 @@ def fitted_to_program(
         with_program: Function that returns it with the memory of its program.
         evaluate: Function that evaluates the candidate with less memory, without a program.
     """
-    before = spare = evaluated.candidate.spare_bytes
+    candidate = evaluated.candidate
+    spare = candidate.spare_bytes
     for _ in range(_ATTEMPTS):
-        own = replace(evaluated.candidate, spare_bytes=before)
-        found = with_program(replace(evaluated, candidate=own))
+        found = with_program(evaluated)
         if found.shortfall is None or evaluated.shortfall is not None:
             break
         added = max(
             after.device.total_bytes - without.device.total_bytes
             for without, after in zip(evaluated.memory, found.memory, strict=True)
         )
-        spare = max(spare + found.shortfall.short_bytes * 5 // 4, before + added)
-        evaluated = evaluate(replace(own, spare_bytes=spare))
+        more = found.shortfall.short_bytes * 5 // 4
+        spare = max(spare + more, candidate.spare_bytes + added)
+        evaluated = replace(evaluate(replace(candidate, spare_bytes=spare)), candidate=candidate)
     return found
 
 
-def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
+def _with_best_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
     """Evaluate a candidate with the placements of K and V; return the fastest that fits.
 
     Retaining and offloading are tried first, recomputing only if neither fits, and recomputing on
     some stages only if nothing else fits. If no placement can fit, offloading is evaluated, or
-    recomputing without a tier: these need less memory than retaining.
+    recomputing without a tier: these need less memory than retaining. If none fits, the first that
+    lacks least memory is returned.
     """
+    choices = [replace(candidate, kv=kv) for kv in kv_choices(candidate)]
     found: list[EvaluatedCandidate] = []
-    for choice in _kv_worth_trying(candidate):
+    for choice in [one for one in choices if may_fit(one)] or choices[1:2] or choices:
         if choice.kv == "recomputed" and any(one.shortfall is None for one in found):
             break
         found.append(evaluate_candidate(choice, seconds=seconds))
     if all(one.shortfall is not None for one in found):
-        found += [
-            evaluate_candidate(mixed, seconds=seconds)
-            for mixed in _kv_mixes_worth_trying(candidate)
-        ]
-    return _best_of(found)
-
-
-def _kv_mixes_worth_trying(candidate: Candidate) -> list[Candidate]:
-    states = memory_without_activations(replace(candidate, kv="offloaded"))
-    return [one for one in kv_mixes(candidate, states) if may_fit(one)]
-
-
-def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
-    """Return the candidate with each placement of K and V that may fit; at least one of them."""
-    choices = [replace(candidate, kv=placement) for placement in kv_choices(candidate)]
-    return [one for one in choices if may_fit(one)] or choices[1:2] or choices
-
-
-def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
-    """Return the fastest candidate that fits; if none fits, the first that lacks least memory."""
+        states = memory_without_activations(replace(candidate, kv="offloaded"))
+        mixes = filter(may_fit, kv_mixes(candidate, states))
+        found += [evaluate_candidate(mixed, seconds=seconds) for mixed in mixes]
     fitting = [one for one in found if one.shortfall is None]
     if len(fitting) > 1:
         return min(fitting, key=lambda one: one.time.step_s)
@@ -158,7 +138,9 @@ def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> 
         placement: Placement of the activations of the candidate's stages and subsequences.
     """
     found = _with_memory(
-        StepPrices(candidate, stage_seconds(candidate), placement),
+        candidate,
+        stage_seconds(candidate),
+        placement,
         states=memory_without_activations(candidate),
         units=UnitsInFlight(candidate),
     )
@@ -166,12 +148,17 @@ def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> 
 
 
 def _with_memory(
-    prices: StepPrices, *, states: tuple[StageMemory, ...], units: UnitsInFlight
+    candidate: Candidate,
+    seconds: StageSeconds,
+    placement: ActivationPlacement,
+    *,
+    states: tuple[StageMemory, ...],
+    units: UnitsInFlight,
 ) -> EvaluatedCandidate:
-    """Return a priced candidate with its memory if ranks run their own units whole."""
-    candidate = prices.candidate
-    memory = with_placement(states, candidate=candidate, placement=prices.placement, units=units)
-    return EvaluatedCandidate(candidate, prices, memory, find_shortfall(candidate, memory))
+    """Return a candidate with a placement, and its memory if ranks run their own units whole."""
+    memory = with_placement(states, candidate=candidate, placement=placement, units=units)
+    shortfall = find_shortfall(candidate, memory)
+    return EvaluatedCandidate(candidate, seconds, placement, memory, shortfall)
 
 
 def _most_tokens_in_flight(candidate: Candidate, units: UnitsInFlight) -> Counts:

@@ -8,14 +8,13 @@ from sppo.cost.candidate import Candidate
 from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_executed_program
 from sppo.planning.search.evaluation import evaluate_candidate, fitted_to_program
-from sppo.planning.search.simulated_candidate import simulate_candidate
 
 _BISECTIONS = 3
 """Number of limits tried: the host memory is the least to an eighth of what the fastest takes."""
 
 
 def as_executed(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return a candidate that fits as it is executed, simulated.
+    """Return a candidate that fits as it is executed.
 
     Its activations take less host memory if that costs up to 1 % of the step. A candidate that
     does not fit is returned unchanged.
@@ -23,14 +22,12 @@ def as_executed(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
 
     def evaluate(candidate: Candidate) -> EvaluatedCandidate:
         found = evaluate_candidate(candidate)
-        if found.shortfall is not None:
-            return found
-        return with_less_host_memory(simulate_candidate(found))
+        return found if found.shortfall is not None else with_less_host_memory(found)
 
     if evaluated.shortfall is not None:
         return evaluated
     return fitted_to_program(
-        with_less_host_memory(simulate_candidate(evaluated)),
+        with_less_host_memory(evaluated),
         with_program=with_executed_program,
         evaluate=evaluate,
     )
@@ -55,13 +52,13 @@ def with_less_host_memory(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     least, most = 0, evaluated.host_peak_bytes
     for _ in range(_BISECTIONS):
         middle = (least + most) // 2
-        limited = evaluate_candidate(_limited(candidate, middle), seconds=evaluated.prices.seconds)
+        limited = evaluate_candidate(_limited(candidate, middle), seconds=evaluated.seconds)
         if limited.shortfall is None and limited.time.step_s <= most_s:
             found, most = limited, middle
         else:
             least = middle
-    found = simulate_candidate(replace(found, candidate=candidate))
-    return found if found.step_s <= simulate_candidate(evaluated).step_s / WORTH_IT else evaluated
+    found = replace(found, candidate=candidate)
+    return found if found.step_s <= evaluated.step_s / WORTH_IT else evaluated
 
 
 def _limited(candidate: Candidate, host_bytes: int) -> Candidate:

@@ -12,10 +12,9 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import POLICIES, decide, decide_ratio
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import StageSeconds
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.cost.stage_cost import StageSeconds, stage_costs
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, closed_forms
 from sppo.planning.search.policy_inputs import tier_room_bytes
-from sppo.planning.search.step_prices import StepPrices, times_of_placements
 from sppo.schedule.costs import Table
 
 _ATTEMPTS = 8
@@ -27,7 +26,7 @@ def place(
     *,
     seconds: StageSeconds,
     inputs: PolicyInputs,
-    evaluate: Callable[[StepPrices], EvaluatedCandidate],
+    evaluate: Callable[[ActivationPlacement], EvaluatedCandidate],
 ) -> EvaluatedCandidate:
     """Return the candidate with the fastest placement that fits; if none does, with the nearest.
 
@@ -47,25 +46,27 @@ def place(
         evaluate: Function that finds the memory of the candidate with a placement.
     """
     if not _is_free_to_choose(candidate):
-        return evaluate(StepPrices(candidate, seconds, _fixed_placement(candidate, inputs)))
+        return evaluate(_fixed_placement(candidate, inputs))
     placed = None
     for attempt in range(_ATTEMPTS):
-        prices = [StepPrices(candidate, seconds, one) for one in choices(inputs)]
-        if not prices:
+        placements = [*choices(inputs)]
+        if not placements:
             break
-        found = evaluate(_fastest(prices))
+        found = evaluate(_fastest(candidate, placements, seconds=seconds))
         if found.shortfall is None:
             placed = found
             break
         inputs = _with_less_room(inputs, found, times=2 ** max(0, attempt - 2))
     if placed is not None and not placed.placement.recomputed.any():
         return placed
-    uniform = [StepPrices(candidate, seconds, one) for one in _uniform(candidate, inputs)]
+    uniform = [*_uniform(candidate, inputs)]
     if placed is None:
         compared = [*map(evaluate, uniform)]
     else:
-        times = zip(uniform, times_of_placements(uniform), strict=True)
-        faster = (one for one, time in times if time.step_s < placed.time.step_s)
+        times = _closed_forms(candidate, uniform, seconds=seconds)
+        faster = [
+            one for one, time in zip(uniform, times, strict=True) if time < placed.time.step_s
+        ]
         compared = [placed, *map(evaluate, faster)]
     return min(compared, key=lambda one: (one.short_bytes, one.time.step_s))
 
@@ -87,12 +88,22 @@ def _fixed_placement(candidate: Candidate, inputs: PolicyInputs) -> ActivationPl
     return decide_ratio(inputs, ratio=ratio)
 
 
-def _fastest(prices: Sequence[StepPrices]) -> StepPrices:
+def _fastest(
+    candidate: Candidate, placements: Sequence[ActivationPlacement], *, seconds: StageSeconds
+) -> ActivationPlacement:
     """Return the first of the fastest placements, by the closed form."""
-    if len(prices) == 1:
-        return prices[0]
-    step_s = [time.step_s for time in times_of_placements(prices)]
-    return prices[step_s.index(min(step_s))]
+    if len(placements) == 1:
+        return placements[0]
+    step_s = _closed_forms(candidate, placements, seconds=seconds)
+    return placements[step_s.index(min(step_s))]
+
+
+def _closed_forms(
+    candidate: Candidate, placements: Sequence[ActivationPlacement], *, seconds: StageSeconds
+) -> list[float]:
+    """Return the step time with each placement, by the closed form."""
+    costs = [stage_costs(candidate, seconds=seconds, placement=one) for one in placements]
+    return [time.step_s for time in closed_forms(candidate, costs)]
 
 
 def _uniform(candidate: Candidate, inputs: PolicyInputs) -> Iterator[ActivationPlacement]:

@@ -8,7 +8,8 @@ The solver is deterministic: same request, same answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 
 from sppo.config.run import RunConfig
@@ -21,26 +22,67 @@ from sppo.planning.search.state_choices import runs_by_tiers
 RUNNERS_UP = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Solution:
     """Answer of the solver to a request.
 
     Attributes:
         run: The request.
         hardware: Description of the machine.
-        best: Recommended candidate; None if nothing fits.
-        runners_up: Next best candidates with other degrees, best first.
-        by_num_subsequences: Candidates with the best degrees for every N that fits, by N.
-        rejected: Degrees that do not fit or cannot work. What is slower than the runners-up anyway
-            is only rejected if no placement of activations can fit.
+        fitting: Best candidates of the divisions that were searched and fit, best first.
+        refused: Degrees that cannot work, or whose program does not fit.
+        searched: Divisions that were searched.
+        lacking: Divisions that were searched and do not fit.
+        slower: Divisions that were not searched, because they are slower than those that fit.
     """
 
     run: RunConfig
     hardware: HardwareSpec
-    best: EvaluatedCandidate | None
-    runners_up: tuple[EvaluatedCandidate, ...]
-    by_num_subsequences: tuple[EvaluatedCandidate, ...]
-    rejected: tuple[Rejection, ...]
+    fitting: tuple[EvaluatedCandidate, ...]
+    refused: tuple[Rejection, ...]
+    searched: tuple[Division, ...]
+    lacking: tuple[Division, ...]
+    slower: tuple[Division, ...]
+
+    @property
+    def best(self) -> EvaluatedCandidate | None:
+        """Recommended candidate; None if nothing fits."""
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def runners_up(self) -> tuple[EvaluatedCandidate, ...]:
+        """Next best candidates with other degrees, best first."""
+        return self.fitting[1 : 1 + RUNNERS_UP]
+
+    @cached_property
+    def rejected(self) -> tuple[Rejection, ...]:
+        """Degrees that do not fit or cannot work.
+
+        What is slower than the runners-up anyway is only rejected if no placement of activations
+        can fit.
+        """
+        lacking = (rejection_of(division.nearest_tried()) for division in self.lacking)
+        slower = (division.least_rejection() for division in self.slower)
+        return (*self.refused, *lacking, *(one for one in slower if one is not None))
+
+    @property
+    def nearest(self) -> Rejection | None:
+        """Rejection that lacks least memory; None if none is for memory."""
+        return nearest_rejection(self.rejected)
+
+    @cached_property
+    def by_num_subsequences(self) -> tuple[EvaluatedCandidate, ...]:
+        """Candidates with the best degrees for every N that fits, by N."""
+        if self.best is None:
+            return ()
+        (chosen,) = (one for one in self.searched if one.degrees == self.best.degrees)
+        return chosen.by_num_subsequences(self.best)
+
+
+def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
+    """Return the rejection that lacks least memory; None if none is for memory."""
+    short = [one for one in rejected if one.shortfall is not None]
+    return min(short, key=_short_bytes, default=None)
 
 
 def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
@@ -49,42 +91,7 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    found = _search(run, hardware=hardware, count=1 + RUNNERS_UP)
-    fitting, lacking = _executed(found.leaders)
-    slower = (division.least_rejection() for division in found.slower)
-    rejected = (
-        *found.rejected,
-        *(rejection for rejection in slower if rejection is not None),
-        *map(rejection_of, lacking),
-    )
-    if not fitting:
-        return Solution(run, hardware, None, (), (), rejected)
-    best, *others = *fitting, *found.leaders[len(fitting) + len(lacking) :]
-    (chosen,) = (division for division in found.searched if division.degrees == best.degrees)
-    return Solution(
-        run,
-        hardware,
-        best=best,
-        runners_up=tuple(others[:RUNNERS_UP]),
-        by_num_subsequences=chosen.by_num_subsequences(best),
-        rejected=rejected,
-    )
-
-
-def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate | Rejection | None:
-    """Return the candidate that `solve` recommends, without alternatives.
-
-    If nothing fits, return the rejection that lacks least memory; None if memory is never the
-    reason.
-
-    Raises:
-        ValueError: The run asks for something that the machine or the model cannot do.
-    """
-    found = _search(run, hardware=hardware, count=1 + RUNNERS_UP)
-    fitting, lacking = _executed(found.leaders)
-    if fitting:
-        return fitting[0]
-    return nearest_rejection((*found.rejected, *map(rejection_of, lacking)))
+    return _executed(_search(run, hardware=hardware, count=1 + RUNNERS_UP))
 
 
 def quick_best(
@@ -101,31 +108,12 @@ def quick_best(
         below: Step time in seconds; None, too, if every candidate surely takes longer.
     """
     try:
-        leaders = _search(run, hardware=hardware, count=1, below=below).leaders
+        return _search(run, hardware=hardware, count=1, below=below).best
     except ValueError:
         return None
-    return leaders[0] if leaders else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """Result of a search over the divisions of a machine.
-
-    Attributes:
-        leaders: Best candidates of the divisions of the devices that were searched and fit,
-            fastest first.
-        searched: Divisions that were searched.
-        slower: Divisions that were not, because they are slower than the leaders.
-        rejected: Degrees that cannot work, and those that were searched and do not fit.
-    """
-
-    leaders: list[EvaluatedCandidate]
-    searched: list[Division]
-    slower: list[Division]
-    rejected: list[Rejection]
-
-
-def _search(run: RunConfig, *, hardware: HardwareSpec, count: int, below: float = inf) -> _Search:
+def _search(run: RunConfig, *, hardware: HardwareSpec, count: int, below: float = inf) -> Solution:
     """Search the fastest divisions of the devices, in the nearest tiers in which any fits.
 
     Sequence parallelism over several nodes is only tried if nothing fits without it.
@@ -136,72 +124,73 @@ def _search(run: RunConfig, *, hardware: HardwareSpec, count: int, below: float 
         count: Number of divisions to find that fit.
         below: Step time in seconds; surely slower divisions are not searched.
     """
-    inside: list[Rejection] = []
+    found = Solution(run, hardware, (), (), (), (), ())
     for across_nodes in (False, True):
+        inside = found
         for attempt in runs_by_tiers(run, hardware=hardware):
             divisions, refused = divide(attempt, hardware=hardware, across_nodes=across_nodes)
-            found = _search_divisions(divisions, count=count, below=below)
-            found.rejected[:0] = [*inside, *refused]
-            if found.leaders:
+            found = replace(
+                _search_divisions(inside, divisions, count=count, below=below),
+                refused=(*inside.refused, *refused),
+            )
+            if found.fitting:
                 return found
         if found.slower:
             return found
-        inside = found.rejected
     return found
 
 
-def _search_divisions(divisions: Sequence[Division], *, count: int, below: float) -> _Search:
+def _search_divisions(
+    solution: Solution, divisions: Sequence[Division], *, count: int, below: float
+) -> Solution:
     """Search the fastest of some divisions, those with the least lower bound first."""
-    found = _Search([], [], [], [])
+    fitting: list[EvaluatedCandidate] = []
+    searched, lacking, slower = [], [*solution.lacking], []
     for division in sorted(divisions, key=lambda one: one.plain_s):
-        fastest_s = min((leader.step_s for leader in found.leaders), default=inf)
-        if division.bound_s > (fastest_s if len(found.leaders) >= count else below):
-            found.slower.append(division)
+        fastest_s = min((one.step_s for one in fitting), default=inf)
+        if division.bound_s > (fastest_s if len(fitting) >= count else below):
+            slower.append(division)
             continue
-        found.searched.append(division)
+        searched.append(division)
         best = division.best(below=fastest_s)
-        if best.shortfall is None:
-            found.leaders.append(best)
+        if best is None:
+            lacking.append(division)
         else:
-            found.rejected.append(rejection_of(best))
-    found.leaders.sort(key=_rank)
-    return found
+            fitting.append(best)
+    return replace(
+        solution,
+        fitting=tuple(sorted(fitting, key=_rank)),
+        searched=tuple(searched),
+        lacking=tuple(lacking),
+        slower=tuple(slower),
+    )
 
 
-def _executed(
-    leaders: Sequence[EvaluatedCandidate],
-) -> tuple[list[EvaluatedCandidate], list[EvaluatedCandidate]]:
-    """Return the best of several candidates as they are executed.
+def _executed(solution: Solution) -> Solution:
+    """Return a solution with its best candidates as they are executed, and those that lack memory.
 
     The best is, of those that take up to 1 % longer than the fastest, the one that takes the fewest
     bytes of host memory.
-
-    Args:
-        leaders: Simulated candidates, fastest first.
-
-    Returns:
-        Candidates that fit, the best first: all that may be the best; and the candidates that do
-        not fit, with what they lack.
     """
     fitting: list[EvaluatedCandidate] = []
-    lacking: list[EvaluatedCandidate] = []
+    lacking: list[Rejection] = []
     most_s = inf
-    for leader in leaders:
+    for leader in solution.fitting:
         if fitting and (leader.step_s > most_s or not fitting[0].node_host_bytes):
             break
         found = as_executed(leader)
-        if found.shortfall is not None:
-            lacking.append(found)
-            continue
-        most_s = min(most_s, leader.step_s / WORTH_IT)
-        fitting.append(found)
-    return sorted(fitting, key=lambda one: one.node_host_bytes), lacking
-
-
-def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
-    """Return the rejection that lacks least memory; None if none is for memory."""
-    short = [rejection for rejection in rejected if rejection.shortfall is not None]
-    return min(short, key=_short_bytes, default=None)
+        if found.shortfall is None:
+            most_s = min(most_s, leader.step_s / WORTH_IT)
+            fitting.append(found)
+        else:
+            lacking.append(rejection_of(found))
+    others = solution.fitting[len(fitting) + len(lacking) :]
+    fitting.sort(key=lambda one: one.node_host_bytes)
+    return replace(
+        solution,
+        fitting=(*fitting, *others) if fitting else (),
+        refused=(*solution.refused, *lacking),
+    )
 
 
 def _short_bytes(rejection: Rejection) -> int:

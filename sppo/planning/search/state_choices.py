@@ -49,6 +49,9 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
     Args:
         run: Validated run configuration.
         hardware: Description of the machine, with the tiers that the run may use.
+
+    Raises:
+        ValueError: The run asks for a tier that the machine does not have.
     """
     on_cpu = hardware.device.kind == "cpu"
     asked = {part: _asked(run, part, on_cpu=on_cpu) for part in _PARTS}
@@ -65,9 +68,37 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
                 break
             tiers["optimizer"] = behind  # the optimizer steps where weights or gradients are
         chosen = StateTiers(**tiers)
+        _check_tiers(chosen, hardware=hardware)
         if chosen not in choices:
             choices.append(chosen)
     return tuple(choices)
+
+
+def _check_tiers(state: StateTiers, *, hardware: HardwareSpec) -> None:
+    """Raise ValueError if the training state is placed in a tier that the machine does not have.
+
+    Raises:
+        ValueError: A tier is missing; the message names the part of the state, the tier, and what
+            to write.
+    """
+    for part in _PARTS:
+        tier = getattr(state, part)
+        if tier == "host" and not hardware.node.host_memory_bytes:
+            raise ValueError(
+                f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
+                f"its devices', or activations.host_memory leaves none: write state.{part}=device"
+            )
+        on_gpu = hardware.device.kind == "cuda"
+        if tier == "disk" and (on_gpu or not hardware.node.disk_bytes):
+            raise ValueError(
+                f"state.{part}=disk keeps it on a disk, and "
+                + (
+                    "what leaves a GPU goes to host memory: write host, or device"
+                    if on_gpu
+                    else f"on {hardware.name} there is none that may be used: name a directory "
+                    "(activations.disk=DIR)"
+                )
+            )
 
 
 def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> Tier | None:

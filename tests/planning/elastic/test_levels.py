@@ -20,7 +20,6 @@ from sppo.planning.elastic.levels import (
     level_choices,
 )
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from tests.planning.cases import machine
 from tests.planning.elastic.samples import lengths_of_samples
 from tests.planning.elastic.test_step_plan import SCHEDULES, packed_candidates, planners
@@ -76,8 +75,8 @@ def test_levels_never_break_a_limit(candidate, share, kind):
     found = place_levels(candidate, levels=levels, paces=kind == "paced")
     assume(found is not None)
     assert found.shortfall is None
-    simulated = simulate_candidate(found)
-    assert max(simulated_device_bytes(simulated)) <= candidate.budget_bytes
+    simulated = found
+    assert max(simulated.simulated_bytes) <= candidate.budget_bytes
     assert max(walked_device_bytes(found)) <= candidate.budget_bytes + 8  # buckets are rounded
     rows = found.placement.retained + found.placement.offloaded + found.placement.recomputed
     assert (rows == found.placement.tokens[:, None]).all()
@@ -103,7 +102,7 @@ def test_no_rank_holds_more_than_it_may_and_no_step_is_slower_than_without_level
     except MemoryError:
         assume(False)
     budget = plan.evaluated.candidate.budget_bytes
-    assert max(simulated_device_bytes(plan.evaluated)) <= budget
+    assert max(plan.evaluated.simulated_bytes) <= budget
     assert max(walked_device_bytes(plan.evaluated, plan.program)) <= budget + 8
     with mock.patch.object(step_plan, "fastest_levels", return_value=None):
         try:
@@ -141,7 +140,7 @@ def test_where_everything_can_be_retained_it_is(candidate, share):
     retaining = evaluate_candidate(replace(candidate, policy="retain"))
     assume(retaining.shortfall is None)
     found = fastest_levels(replace(candidate, kv=retaining.candidate.kv))
-    assert found.step_s == pytest.approx(simulate_candidate(retaining).step_s)
+    assert found.step_s == pytest.approx(retaining.step_s)
     assert not found.placement.recomputed.any()
     assert not found.placement.offloaded.any()
 
@@ -150,8 +149,7 @@ def test_where_everything_can_be_retained_it_is(candidate, share):
 def test_faster_than_the_policy_and_than_recomputing_all(share):
     candidate = pressed(share=share)
     policy, everything = (
-        simulate_candidate(evaluate_candidate(replace(candidate, policy=policy)))
-        for policy in ("hybrid", "recompute")
+        evaluate_candidate(replace(candidate, policy=policy)) for policy in ("hybrid", "recompute")
     )
     planned = fastest_levels(candidate)
     assert planned.step_s < min(policy.step_s, everything.step_s)

@@ -18,7 +18,6 @@ from sppo.planning.elastic.levels import (
 )
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.elastic.windows import rank_windows
-from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
@@ -95,7 +94,7 @@ def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
         counts = forwards_in_pipelines(candidate, runs)
         placed = place_levels(replace(candidate, forwards_before_backward=counts), levels=LEVELS)
         if placed is not None:
-            grouped_s = min(grouped_s, simulate_candidate(placed).step_s)
+            grouped_s = min(grouped_s, placed.step_s)
     found = fastest_levels(candidate)
     if found is None:
         assert np.isinf(grouped_s)
@@ -113,7 +112,7 @@ def test_a_paced_step_that_recomputes_nothing_is_compared_with_unpaced_ones():
         copy_bytes_per_s=2.5e10,
     )
     assert place_levels(candidate, levels=OFFLOADING_LEVELS) is None
-    unpaced = simulate_candidate(place_levels(candidate, levels=LEVELS))
+    unpaced = place_levels(candidate, levels=LEVELS)
     assert fastest_levels(candidate).step_s <= unpaced.step_s
 
 
@@ -127,7 +126,7 @@ def test_idle_paced_ranks_recompute_without_loss():
         copy_bytes_per_s=1e10,
     )
     best_s = min(
-        simulate_candidate(place_levels(candidate, levels=levels, paces=True)).step_s
+        place_levels(candidate, levels=levels, paces=True).step_s
         for levels in (LEVELS, OFFLOADING_LEVELS)
     )
     assert fastest_levels(candidate).step_s <= best_s

@@ -21,7 +21,6 @@ from sppo.planning.elastic.step_correction import (
     StepFigures,
 )
 from sppo.planning.elastic.step_prediction import predict_step
-from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.planning.elastic.test_step_search import planner
 
 LENGTHS = (3000, 700, 600, 250, 90, 80, 70, 64, 12, 3)
@@ -192,6 +191,6 @@ def test_a_plan_made_with_a_correction_is_that_of_a_slower_machine():
 def test_a_corrected_prediction_is_the_simulation_of_corrected_costs():
     correction = StepCorrection(3, BOTH, waiting=1.0, rest_s=0.0)
     found = plan_of(correction, corrects_plan=True)
-    simulated = simulate_candidate(found.plan.evaluated)
+    simulated = found.plan.evaluated
     update_s = simulated.time.update_s
     assert found.prediction.step_s == pytest.approx(simulated.step_s - update_s, rel=1e-9)

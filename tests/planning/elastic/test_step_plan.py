@@ -12,7 +12,6 @@ from sppo.planning.elastic.step_plan import StepPlanner
 from sppo.planning.search.candidates import candidate_of, workload_of
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.generate import generate
@@ -114,8 +113,8 @@ def test_a_plan_fits_and_can_be_run(planner, data):
 @given(packed_candidates())
 def test_a_simulation_never_holds_more_than_what_was_evaluated(candidate):
     """Whether it fits or not."""
-    evaluated = simulate_candidate(evaluate_candidate(candidate))
-    for peak, stage in zip(simulated_device_bytes(evaluated), evaluated.memory, strict=True):
+    evaluated = evaluate_candidate(candidate)
+    for peak, stage in zip(evaluated.simulated_bytes, evaluated.memory, strict=True):
         assert peak <= stage.device.total_bytes + 8
 
 

@@ -18,7 +18,6 @@ from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.schedule.checks.validate import validate
 from tests.make import make_run
 
@@ -63,7 +62,7 @@ def fastest_fixed_s(planner, lengths, *, largest=14):
     found = [
         evaluate_candidate(planner.base.with_packed(fixed_chunks(lengths, size))) for size in chunks
     ]
-    return min(simulate_candidate(one).step_s for one in found if one.shortfall is None)
+    return min(one.step_s for one in found if one.shortfall is None)
 
 
 def samples_of(plan):

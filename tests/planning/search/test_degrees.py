@@ -30,7 +30,7 @@ def test_groups_divide_the_key_value_heads(mechanism):
     run = run_config(PHI, parallel={"sequence_parallel": mechanism})
     possible, refused = tried(run)
     assert {degrees.sequence_parallel for degrees in possible} == {1, 2}
-    reasons = {one.reason for one in refused if one.degrees.sequence_parallel == 8}
+    reasons = {reason for degrees, reason in refused.items() if degrees.sequence_parallel == 8}
     assert any("must divide the 10 key/value heads" in reason for reason in reasons)
     for degrees in possible:
         asked = {"sequence_parallel_degree": degrees.sequence_parallel}

@@ -8,9 +8,8 @@ import pytest
 
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.longest_sequence import with_length
-from sppo.planning.search import simulated_candidate
-from sppo.planning.search.feasibility import fits_at_all, longest_sequence
+from sppo.planning.longest_sequence import fits_at_all, longest_sequence, with_length
+from sppo.planning.search import evaluated_candidate
 from sppo.planning.search.solver import quick_best, solve
 from sppo.schedule.simulation.clock import DeadlockError
 from sppo.units import GIB, MIB
@@ -93,7 +92,7 @@ def test_a_deadlock_is_no_request_that_does_not_fit(monkeypatch):
     def deadlocked(*_, **__):
         raise DeadlockError("ranks wait for each other", 0, 0)
 
-    monkeypatch.setattr(simulated_candidate, "simulate_step", deadlocked)
+    monkeypatch.setattr(evaluated_candidate, "simulate_step", deadlocked)
     with pytest.raises(DeadlockError):
         quick_best(run_of(), NODE)
 

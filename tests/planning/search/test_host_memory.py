@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from sppo.planning.search import solver
-from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.executed_candidate import with_less_host_memory
 from sppo.units import GIB
-from tests.planning.cases import machine, run_config
+from tests.planning.cases import candidate_of_subsequences, machine, run_config
 
 
 def fastest(**activations):
@@ -59,6 +58,7 @@ def test_of_steps_within_a_percent_the_least_host_memory_is_best(monkeypatch, le
         SimpleNamespace(step_s=seconds, node_host_bytes=host, shortfall=None)
         for seconds, host in leaders
     ]
-    fitting, lacking = solver._executed(steps)
-    assert fitting[0] is steps[best]
-    assert not lacking
+    solution = solver.Solution(None, None, tuple(steps), (), (), (), ())
+    found = solver._executed(solution)
+    assert found.best is steps[best]
+    assert not found.refused

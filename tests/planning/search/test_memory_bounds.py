@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.candidate import Candidate
+from sppo.planning.search.bounds import least_shortfall
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.memory_bounds import least_shortfall
 from tests.planning.some_candidates import SCHEDULES, candidates
 from tests.tiers import examples
 

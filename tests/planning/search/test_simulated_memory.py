@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.search.candidates import candidate_of_subsequences
-from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.simulation.simulate import simulate
-from tests.planning.cases import machine, run_config
 from tests.planning.some_candidates import candidates
 from tests.tiers import examples
 
@@ -22,10 +18,8 @@ ONE_BUCKET_ONLY = ("gpipe", "1f1b", "sppo", "seq1f1b", "looped_bfs")
 @settings(max_examples=examples(20, all=60))
 @given(candidates())
 def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
-    evaluated = simulate_candidate(evaluate_candidate(candidate))
-    simulated = simulated_device_bytes(evaluated)
-    assert simulated is not None
-    for peak, stage in zip(simulated, evaluated.memory, strict=True):
+    evaluated = evaluate_candidate(candidate)
+    for peak, stage in zip(evaluated.simulated_bytes, evaluated.memory, strict=True):
         assert peak <= stage.device.total_bytes + 8
 
 
@@ -41,14 +35,3 @@ def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Can
         assert held["kv"] == pytest.approx(stage.device.kv_bytes, abs=8)
         gradients = track.memory["kv_gradients"].peak_bytes
         assert gradients == pytest.approx(stage.device.kv_gradients_bytes, abs=8)
-
-
-def test_without_a_simulation_nothing_is_said():
-    run = run_config("llama-3.2-1b", length=65536)
-    candidate = candidate_of_subsequences(
-        run, hardware=machine(), degrees=Degrees(1, 4, 2), num_subsequences=8
-    )
-    assert simulated_device_bytes(evaluate_candidate(candidate)) is None
-
-
-# What is in flight, along columns and along the programs.

@@ -14,12 +14,11 @@ from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import check_program, plan_json, read_plan
-from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.planning.search.state_choices import state_choices
-from tests.planning.cases import machine, run_config
+from tests.planning.cases import candidate_of_subsequences, machine, run_config
 
 H100 = PRESETS["h100"]
 HOST = StateTiers(optimizer="host")

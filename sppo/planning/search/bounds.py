@@ -1,0 +1,65 @@
+"""Lower bounds of what a candidate takes, whatever its activation policy places: time, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.memory.stage_memory import StageMemory, state_memory
+from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.values_of_ranks import of_ranks
+from sppo.planning.search.candidate_checks import kv_choices
+from sppo.planning.search.shortfall import Shortfall, find_shortfall
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS
+
+
+def least_seconds(candidate: Candidate) -> float:
+    """Return a lower bound of the step time of a candidate over all activation policies.
+
+    The *way* through a rank is such a bound: the first unit travels down to the rank, the rank runs
+    all its work, and the backward of that unit, its last action unless weight halves are put off,
+    travels up to the first rank. Units that are cut over ranks (MSP) travel faster: then it is the
+    work of a mean rank.
+    """
+    seconds, ranks = stage_seconds(candidate), candidate.pipeline_parallel_degree
+    units, updated_s = seconds.units, seconds.reduce_s + seconds.update_s
+    passes = units.forward + units.backward + units.weight
+    work_s = of_ranks(candidate, passes.sum(axis=1) + updated_s)
+    work_s = work_s - updated_s[:ranks] + updated_s[:ranks].min()
+    if candidate.schedule == "sppo_msp":
+        return float(work_s.mean())
+    defers = candidate.schedule in DEFERRING_WEIGHTS
+    way_s = units.forward[: ranks - 1, 0] if defers else passes[: ranks - 1, 0]
+    return float((work_s + np.concatenate([[0.0], np.cumsum(way_s)])).max())
+
+
+def may_fit(candidate: Candidate) -> bool:
+    """Return whether a candidate may fit under some activation policy: a quick, necessary check."""
+    return least_shortfall(candidate) is None
+
+
+def least_shortfall(candidate: Candidate) -> Shortfall | None:
+    """Return a lower bound of what a candidate lacks under every placement; None if it may fit."""
+    if candidate.kv is None:
+        lacking = []
+        for kv in kv_choices(candidate):
+            shortfall = least_shortfall(replace(candidate, kv=kv))
+            if shortfall is None:
+                return None
+            lacking.append(shortfall)
+        return min(lacking, key=lambda shortfall: shortfall.short_bytes)
+    if candidate.schedule == "sppo_msp":
+        # A program that cuts units runs one sequence after another.
+        candidate = replace(candidate, sequences=1)
+    shortfall = find_shortfall(candidate, memory_without_activations(candidate))
+    return None if shortfall is None else replace(shortfall, at_least=True)
+
+
+@lru_cache(maxsize=512)
+def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
+    """Return the memory of each rank without saved activations and working sets; cached."""
+    return state_memory(candidate, units=UnitsInFlight(candidate))
