@@ -97,6 +97,7 @@ class PlannedRank:
 
     def timeline(self) -> Timeline | None:
         """Return the timeline of the last step on rank 0; every rank must call this method."""
+        assert self.done is not None, "after a step"
         return executed_timeline(self.done, self.job)
 
 

@@ -43,8 +43,6 @@ class _RankStep:
     host: str
     met_s: float
     """Clock of the rank after the barrier of all ranks, in seconds."""
-    exposed_copy_s: float
-    """Seconds that the rank waited for copies."""
     actions: tuple[Action, ...]
     """Actions in the order of their execution."""
     times_s: tuple[tuple[float, float], ...]
@@ -73,26 +71,17 @@ def step_timelines(
     """
     if work is None or executed is None:  # on all ranks
         return None
-    job.peers.barrier()
-    own = _RankStep(
-        platform.node(),
-        time.perf_counter(),
-        exposed_copy_s,
-        tuple(done.action for done in executed.trace),
-        tuple((done.start_s, done.finish_s) for done in executed.trace),
-    )
-    steps = job.peers.all_gather(own)
-    if not job.mesh.is_main:
+    measured = executed_timeline(executed, job)
+    waits_s = job.peers.all_gather(exposed_copy_s)
+    if measured is None:
         return None
-    pipeline = [steps[rank] for rank in job.mesh.pipeline_ranks]
-    measured = _timeline(executed, pipeline)
     if work.samples is None:
         case = simulated_plan(plan).case
     else:
         replica = work.samples.replica.plan
         case = Case(replica.program, replica.evaluated.costs)
     planned = simulate(case.schedule, costs=case.costs)
-    exposed_s = tuple(step.exposed_copy_s for step in pipeline)
+    exposed_s = tuple(waits_s[rank] for rank in job.mesh.pipeline_ranks)
     all_ranks_s = len(measured.ranks) * measured.makespan_s
     exposed = sum(exposed_s) / all_ranks_s if all_ranks_s else 0.0
     planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
@@ -105,6 +94,21 @@ def step_timelines(
         bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
     )
     return StepTimelines(planned, measured, summary)
+
+
+def executed_timeline(executed: StepResult, job: Job) -> Timeline | None:
+    """Return the timeline of the first pipeline in a step on rank 0, None elsewhere. Collective."""
+    job.peers.barrier()
+    own = _RankStep(
+        platform.node(),
+        time.perf_counter(),
+        tuple(done.action for done in executed.trace),
+        tuple((done.start_s, done.finish_s) for done in executed.trace),
+    )
+    steps = job.peers.all_gather(own)
+    if not job.mesh.is_main:
+        return None
+    return _timeline(executed, [steps[rank] for rank in job.mesh.pipeline_ranks])
 
 
 def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
