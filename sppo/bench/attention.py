@@ -144,7 +144,7 @@ def measure_attention(
     return AttentionRates(
         shapes[0].heads,
         {
-            (shape.dtype, shape.head_size): chosen_name("auto", shape.case(bench.operands.device))
+            (shape.dtype, shape.head_size): chosen_name(shape.case(bench.operands.device))
             for shape in shapes
         },
         attention_points(bench.time("attention", cases)),

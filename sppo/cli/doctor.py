@@ -283,7 +283,7 @@ def _attention() -> Iterator[Finding]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = AttentionCase(device, torch.bfloat16, _HEAD_SIZE, _GROUP, window=False)
-    chosen = chosen_name("auto", case)
+    chosen = chosen_name(case)
     for name in preference(device):
         if device.type not in CAPABILITIES[name].devices:
             continue

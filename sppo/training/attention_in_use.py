@@ -129,7 +129,7 @@ def _cases(
 
 
 def _chosen(cases: Iterable[AttentionCase]) -> tuple[BackendName, ...]:
-    return tuple(dict.fromkeys(chosen_name("auto", case) for case in cases))
+    return tuple(dict.fromkeys(chosen_name(case) for case in cases))
 
 
 def _same(name: str) -> str:

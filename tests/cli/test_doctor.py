@@ -52,7 +52,7 @@ def test_a_check_that_fails_hides_no_other(monkeypatch):
     def why_not(name, case):
         raise ModuleNotFoundError("No module named 'triton.runtime'", name="triton.runtime")
 
-    monkeypatch.setattr("sppo.kernels.attention.choice.chosen_name", lambda name, case: "")
+    monkeypatch.setattr("sppo.kernels.attention.choice.chosen_name", lambda case: "")
     monkeypatch.setattr("sppo.kernels.attention.choice.why_not", why_not)
     findings = doctor.examine()
     assert "'triton.runtime'" in [f for f in findings if f.name == "triton"][-1].found

@@ -117,7 +117,7 @@ def _replace_ranks(stack: ExitStack, recorder: Recorder, rank: int) -> None:
 
 
 def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionKernel) -> None:
-    stack.enter_context(patch.object(interface, "choose", lambda backend, case: attention))
+    stack.enter_context(patch.object(interface, "kernel_of", lambda call: attention))
     stack.enter_context(patch.object(fused, "_triton_works", lambda device: True))
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction

@@ -1,6 +1,6 @@
-"""Choice of an attention back end: a table of capabilities, and the rule of ``auto``.
+"""Choice of an attention back end: a table of capabilities, and the rule of the choice.
 
-``auto`` takes the first back end of the table that supports the case; on Hopper it prefers cuDNN to
+The first back end of the table that supports the case is taken; on Hopper cuDNN is preferred to
 flash-attn 2 (:data:`_BEFORE_ON_HOPPER`). On a GPU the back end must also compute a small problem of
 the same kind correctly, forward and backward: packages change their interfaces and some builds lack
 features, and such a failure should occur before the first step, not in it. The choice is logged
@@ -115,7 +115,7 @@ CAPABILITIES: Mapping[BackendName, Capability] = {
     ),
     "torch_blocks": Capability(("cpu", "cuda"), _ALL),
 }
-"""Capabilities of all back ends, in ``auto``'s order of preference on devices except Hopper."""
+"""Capabilities of all back ends, in the order of preference on devices except Hopper."""
 
 
 KERNELS: Mapping[BackendName, AttentionKernel] = {
@@ -136,30 +136,13 @@ torch's flash-attn 2 on Hopper, but slower on Ampere and Blackwell workstations 
 request 48163)."""
 
 
-def choose(backend: BackendName | Literal["auto"], case: AttentionCase) -> AttentionKernel:
-    """Return the back end called ``backend``, or the one that ``auto`` chooses for ``case``.
+@lru_cache(maxsize=64)
+def chosen_name(case: AttentionCase) -> BackendName:
+    """Return the name of the first back end, in order of preference, that computes ``case`` here.
 
     Raises:
-        ValueError: A back end that does not exist or does not support the case.
+        ValueError: There is none.
     """
-    return KERNELS[chosen_name(backend, case)]
-
-
-@lru_cache(maxsize=64)
-def chosen_name(backend: BackendName | Literal["auto"], case: AttentionCase) -> BackendName:
-    """Return the name of the back end that :func:`choose` returns; raise the same errors."""
-    if backend == "auto":
-        return _automatic(case)
-    if backend not in CAPABILITIES:
-        known = ", ".join(["auto", *CAPABILITIES])
-        raise ValueError(f"no attention back end is called {backend}; there are {known}")
-    reason = why_not(backend, case)
-    if reason is not None:
-        raise ValueError(f"attention back end {backend} {reason}; use auto or another one")
-    return backend
-
-
-def _automatic(case: AttentionCase) -> BackendName:
     passed_over: list[str] = []
     for name in preference(case.device):
         reason = why_not_here(name, case)
@@ -176,7 +159,7 @@ def _automatic(case: AttentionCase) -> BackendName:
 
 
 def preference(device: torch.device) -> tuple[BackendName, ...]:
-    """Return the names of all back ends in the order in which ``auto`` tries them on ``device``."""
+    """Return the names of all back ends in the order in which they are tried on ``device``."""
     names = list(CAPABILITIES)
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER:
         first, second = _BEFORE_ON_HOPPER

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
 
 from torch import Tensor
 
 from sppo.kernels.attention.blocks import attention_blocks, documents_in_span
 from sppo.kernels.attention.call import AttentionCall, AttentionKernel
-from sppo.kernels.attention.choice import AttentionCase, BackendName, choose
-
-Backend = Literal["auto"] | BackendName
-"""Name of a back end; ``auto`` takes the first one that supports the call, see
-:mod:`sppo.kernels.attention.choice`."""
+from sppo.kernels.attention.choice import KERNELS, AttentionCase, chosen_name
 
 
-def attention_forward(call: AttentionCall, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-    """Return (o_CND in q's dtype, lse_NC in fp32, float64 for float64 inputs).
-
-    Raises:
-        ValueError: A back end that does not exist or does not support the call.
-    """
-    return _kernel(call, backend).forward(call)
+def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Return (o_CND in q's dtype, lse_NC in fp32, float64 for float64 inputs)."""
+    return kernel_of(call).forward(call)
 
 
 def attention_backward(
@@ -33,7 +24,6 @@ def attention_backward(
     *,
     dk_TKD: Tensor,
     dv_TKD: Tensor,
-    backend: Backend = "auto",
 ) -> Tensor:
     """Return the query gradient of :func:`attention_forward`; add the key and value gradients.
 
@@ -44,16 +34,15 @@ def attention_backward(
         lse_NC: Log-sum-exp that forward returned.
         dk_TKD: fp32 (float64) accumulator; the gradient of every visible key is *added*.
         dv_TKD: Accumulator of value gradients, like ``dk_TKD``.
-        backend: Name of the back end, as in forward.
 
     Returns:
         dq_CND in q's dtype.
     """
-    kernel = _kernel(call, backend)
-    return kernel.backward(call, do_CND, o_CND, lse_NC, dk_TKD=dk_TKD, dv_TKD=dv_TKD)
+    return kernel_of(call).backward(call, do_CND, o_CND, lse_NC, dk_TKD=dk_TKD, dv_TKD=dv_TKD)
 
 
-def _kernel(call: AttentionCall, backend: Backend) -> AttentionKernel:
+def kernel_of(call: AttentionCall) -> AttentionKernel:
+    """Return the back end that computes a call."""
     case = AttentionCase(
         call.q_CND.device,
         call.q_CND.dtype,
@@ -62,7 +51,7 @@ def _kernel(call: AttentionCall, backend: Backend) -> AttentionKernel:
         window=call.window is not None,
         single_tokens=may_have_single_tokens(call.num_queries, call.num_keys, call.document_starts),
     )
-    return choose(backend, case)
+    return KERNELS[chosen_name(case)]
 
 
 @lru_cache(maxsize=256)

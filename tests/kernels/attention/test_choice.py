@@ -1,4 +1,4 @@
-"""Choice of an attention back end: the table, the rule of ``auto``, and the trial on a case."""
+"""Choice of an attention back end: the table, the rule, and the trial on a case."""
 
 import logging
 from dataclasses import replace
@@ -10,8 +10,7 @@ from sppo.kernels.attention import choice as attention_choice
 from sppo.kernels.attention import interface
 from sppo.kernels.attention.block_attention import BlockAttention
 from sppo.kernels.attention.call import AttentionCall
-from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, choose, chosen_name, why_not
-from sppo.kernels.attention.interface import attention_forward
+from sppo.kernels.attention.choice import CAPABILITIES, KERNELS, AttentionCase, chosen_name, why_not
 from sppo.kernels.attention.torch_blocks import TorchBlocks
 from tests.kernels.attention.reference import Definition
 from tests.tiers import each_once
@@ -47,18 +46,18 @@ def gpu(monkeypatch):
 def test_a_cpu_gets_the_flash_kernel(caplog):
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
-            assert chosen_name("auto", case("cpu")) == "cpu_flash"
+            assert chosen_name(case("cpu")) == "cpu_flash"
     assert [record.message.split(" (torch")[0] for record in caplog.records] == [
         "attention back end on cpu (bfloat16, head size 128): cpu_flash"
     ]
 
 
 def test_a_gpu_takes_the_first_that_works(gpu, caplog):
-    assert chosen_name("auto", case()) == "flash_attn_3"
+    assert chosen_name(case()) == "flash_attn_3"
     chosen_name.cache_clear()
     gpu.update(flash_attn_3="is wrong", flash_attn_4="fails", flash_attn_2="fails", cudnn="fails")
     with caplog.at_level(logging.INFO):
-        assert chosen_name("auto", case()) == "torch_flash"
+        assert chosen_name(case()) == "torch_flash"
     assert "; flash_attn_3 is wrong; flash_attn_4 fails; cudnn fails" in caplog.text
 
 
@@ -78,7 +77,7 @@ def test_plain_operations_compute_what_no_fast_kernel_takes(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention_choice, "is_installed", lambda module: installed)
-    assert chosen_name("auto", case(**options)) == "torch_blocks"
+    assert chosen_name(case(**options)) == "torch_blocks"
 
 
 @pytest.mark.parametrize(
@@ -95,17 +94,18 @@ def test_without_packages_cudnn_is_taken_on_hopper_alone(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
-    assert chosen_name("auto", case(**options)) == chosen
-    with pytest.raises(ValueError, match="needs flash_attn_2_cuda, which is not installed"):
-        choose("flash_attn_2", case(**options))
+    assert chosen_name(case(**options)) == chosen
+    assert why_not("flash_attn_2", case(**options)) == (
+        "needs flash_attn_2_cuda, which is not installed"
+    )
 
 
 def test_a_gpu_without_a_back_end_is_refused(gpu):
     gpu.update(dict.fromkeys(CAPABILITIES, "fails"))
     with pytest.raises(ValueError, match="no attention back end for cuda.*torch_blocks fails"):
-        chosen_name("auto", case())
+        chosen_name(case())
     gpu.pop("torch_blocks")
-    assert chosen_name("auto", case()) == "torch_blocks"
+    assert chosen_name(case()) == "torch_blocks"
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,6 @@ def test_a_gpu_without_a_back_end_is_refused(gpu):
 )
 def test_the_table_says_why_not(gpu, name, options, reason):
     assert reason in why_not(name, case(**options))
-    with pytest.raises(ValueError, match=f"attention back end {name} {reason}"):
-        choose(name, case(**options))
 
 
 @pytest.mark.parametrize(
@@ -152,18 +150,9 @@ def test_cudnn_computes_spans_inside_one_document(gpu, monkeypatch, documents, c
     monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
     q = torch.empty(3000, 4, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(8000, 1, 64, dtype=torch.bfloat16, device="meta")
-    taken = []
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: GPU), raising=False)
-    monkeypatch.setattr(interface, "choose", lambda *asked: taken.append(chosen_name(*asked)))
-    with pytest.raises(AttributeError):  # no kernel was loaded
-        attention_forward(AttentionCall(q, k, k, document_starts=documents))
-    assert taken == [chosen]
-
-
-def test_an_unknown_back_end_is_refused_with_the_known_ones():
-    q = torch.zeros(2, 1, 8)
-    with pytest.raises(ValueError, match="no attention back end is called fast; there are auto,"):
-        attention_forward(AttentionCall(q, q, q), "fast")
+    call = AttentionCall(q, k, k, document_starts=documents)
+    assert interface.kernel_of(call) is KERNELS[chosen]
 
 
 class ForgetsAKey(TorchBlocks):

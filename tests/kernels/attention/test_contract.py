@@ -14,11 +14,7 @@ import torch
 
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import KERNELS
-from sppo.kernels.attention.interface import (
-    attention_backward,
-    attention_forward,
-    may_have_single_tokens,
-)
+from sppo.kernels.attention.interface import may_have_single_tokens
 from tests.kernels.attention.reference import Definition, computed, exactly
 from tests.kernels.places import ATTENTION_PLACES, need_backend
 
@@ -93,12 +89,12 @@ def operands(shape, *, dtype, device, seed=0):
 
 def attend(backend, call, do):
     """Everything by name; dk and dv as what was added."""
-    o, lse = attention_forward(call, backend)
+    o, lse = KERNELS[backend].forward(call)
     q, acc_dtype = call.q_CND, torch.promote_types(do.dtype, torch.float32)
     totals = [torch.randn(x.shape, dtype=acc_dtype).to(x.device) for x in (call.k_TKD, call.v_TKD)]
     (dk_around, dk), (dv_around, dv) = (inside_nans(x) for x in totals)
     outside = torch.isnan(dk_around)
-    dq = attention_backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend)
+    dq = KERNELS[backend].backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv)
     assert torch.equal(torch.isnan(dk_around), outside)
     assert torch.equal(torch.isnan(dv_around), outside)
     assert (o.dtype, dq.dtype, lse.dtype) == (q.dtype, q.dtype, acc_dtype)
@@ -200,7 +196,7 @@ def test_large_scores_do_not_overflow(place):
     need_backend(backend, device, dtype=dtype, head_size=64)
     _, q, k, v = operands(Shape(20, 60, 1, 1, 64), dtype=dtype, device=device)
     call = AttentionCall(q * 200, k, v)
-    o, lse = attention_forward(call, backend)
+    o, lse = KERNELS[backend].forward(call)
     assert bool(torch.isfinite(o).all())
     _, exact = Definition().forward(exactly(call))
     torch.testing.assert_close(lse.double().cpu(), exact, rtol=2**-7, atol=1e-3)
@@ -216,12 +212,12 @@ def test_a_span_in_pieces_is_the_whole(place):
     cuts = (0, 33, 80, 90) if backend == "cudnn" else (0, 1, 33, 34, 80, 90)
     spans = list(zip(cuts, cuts[1:], strict=False))
     calls = [AttentionCall(q[a:b], k[:b], v[:b]) for a, b in spans]
-    kept = [attention_forward(call, backend) for call in calls]
+    kept = [KERNELS[backend].forward(call) for call in calls]
     acc_dtype = torch.promote_types(dtype, torch.float32)
     dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=device) for x in (k, v))
     for (a, b), call, outputs in reversed(list(zip(spans, calls, kept, strict=True))):
         totals = {"dk_TKD": dk[:b], "dv_TKD": dv[:b]}
-        attention_backward(call, do[a:b], *outputs, backend=backend, **totals)
+        KERNELS[backend].backward(call, do[a:b], *outputs, **totals)
     for name, total in (("dk", dk), ("dv", dv)):
         error = float((total.double().cpu() - exact[name]).norm() / exact[name].norm())
         assert error <= GRADIENT_TOLERANCE[dtype], f"{name}: {error:.2e}"

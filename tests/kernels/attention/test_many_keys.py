@@ -5,7 +5,7 @@ import torch
 
 from sppo.kernels.attention import rectangle_attention
 from sppo.kernels.attention.call import AttentionCall
-from sppo.kernels.attention.interface import attention_backward, attention_forward
+from sppo.kernels.attention.choice import KERNELS
 from tests.kernels.places import CUDA_BACKENDS, NO_GPU, need_backend
 
 pytestmark = [pytest.mark.gpu, NO_GPU]
@@ -18,9 +18,9 @@ FAST = [name for name in CUDA_BACKENDS if name != "torch_blocks"]
 def attend(backend, do, q, k, v):
     """(o, lse, dq, dk of the first keys, dk of the last keys)."""
     call = AttentionCall(q, k, v)
-    o, lse = attention_forward(call, backend)
+    o, lse = KERNELS[backend].forward(call)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    dq = attention_backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend)
+    dq = KERNELS[backend].backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv)
     return o, lse, dq, dk[:QUERIES].clone(), dk[-QUERIES:].clone()
 
 
