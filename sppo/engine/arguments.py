@@ -30,17 +30,14 @@ _WEIGHTS_ADVICE = "sppo.initial_weights(run.model, seed=0) gives them"
 _GRADIENTS_ADVICE = "sppo.zero_gradients(weights) gives them"
 
 
-def check_engine(
-    model: object, weights: object, gradients: object, *, pipeline: Pipeline, sharded: object
-) -> None:
+def check_engine(model: object, weights: object, gradients: object, *, pipeline: Pipeline) -> None:
     """Check a model, and mappings of its weights and gradients unless other ranks share them.
 
     Args:
         model: Shape of the model.
         weights: Weights of this rank's stages by global name, or a provider.
         gradients: Their buffers, or a provider; None for evaluation only.
-        pipeline: Stages of this rank.
-        sharded: Communication with ranks that may hold other shards of the weights, or None.
+        pipeline: Stages of this rank, and the ranks that may hold other shards of the weights.
 
     Raises:
         TypeError: A value of another type.
@@ -55,7 +52,7 @@ def check_engine(
         is_provider = hasattr(value, "take") and hasattr(value, "release")  # arrays have take, too
         if not isinstance(value, Mapping) and not is_provider:
             raise TypeError(f"sppo.Engine({name}={quoted(value)}): tensors by name; {advice}")
-    if not _is_plain(weights) or isinstance(sharded, MegatronSequenceParallel):
+    if not _is_plain(weights) or isinstance(pipeline.exchange, MegatronSequenceParallel):
         return
     shapes: dict[str, Shape] = {}
     for layers in pipeline.layers(model.num_layers).values():

@@ -20,7 +20,6 @@ from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.providers.gradients import GradientProvider
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.state_streams import StateStreams
-from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.engine.providers.weights import WeightProvider
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
@@ -41,14 +40,6 @@ from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.kv_placement import kv_placement
-
-
-def _go_on(_position: int, _action: Action) -> None:
-    """Do nothing before an action."""
-
-
-def _say_nothing(_error: BaseException) -> None:
-    """Ignore an error that ends a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +97,10 @@ class Engine:
             of them; None for evaluation only.
         policy: Activation policy, see :mod:`sppo.activations.policy`; ignored if `pipeline` has
             placements.
+        pipeline: The stages of this rank, their plan, and links to other ranks.
+        streams: Weights and gradient sums that live in another tier and that the program moves;
+            `weights` and `gradients` must provide the same tensors to the stages.
         offloaded: Store for offloaded tensors of this rank; closed with the engine.
-        streamed_weights: Weights that live in another tier and that the program fetches; `weights`
-            must provide the same tensors to the stages. None if weights stay on the device.
-        streamed_gradients: Gradient sums that live in another tier; `gradients` must provide the
-            same tensors. None if gradients stay on the device.
-        input_every: Layers per saved layer input, see :class:`sppo.engine.stage.Stage`.
-        pipeline: The stages of this rank, their plan, and links to other pipeline ranks.
-        exchange: Communication with the ranks that hold the other tokens of every subsequence; a
-            :class:`MegatronSequenceParallel` if they hold other shards of the weights, too.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         stopwatch: Clock of the actions; None uses the host's clock.
         debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
@@ -132,17 +118,14 @@ class Engine:
         weights: Mapping[str, Tensor] | WeightProvider,
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
-        offloaded: BlockStore | None = None,
-        streamed_weights: StreamedWeights | None = None,
-        streamed_gradients: StreamedGradients | None = None,
-        input_every: int = 1,
         pipeline: Pipeline = ALONE,
-        exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
+        streams: StateStreams = StateStreams(),  # noqa: B008 - replaced before its use
+        offloaded: BlockStore | None = None,
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
     ) -> None:
-        check_engine(model, weights, gradients, pipeline=pipeline, sharded=exchange)
+        check_engine(model, weights, gradients, pipeline=pipeline)
         self._model, self._pipeline = model, pipeline
         self._checks_steps = isinstance(weights, Mapping)
         self._stopwatch = stopwatch or Stopwatch()
@@ -159,25 +142,24 @@ class Engine:
         if self._stacks:
             self._store.retained = RetainedTensors(in_stack=True, poison=debug)
         self._state = StateStreams(
-            streamed_weights,
-            streamed_gradients,
+            streams.weights,
+            streams.gradients,
             self._gradients,
             stages=pipeline.layers(model.num_layers).keys(),
         )
         self._programs = StepPrograms(
             pipeline,
             policy=policy,
-            streams_weights=streamed_weights is not None,
-            streams_gradients=streamed_gradients is not None,
+            streams_weights=streams.weights is not None,
+            streams_gradients=streams.gradients is not None,
         )
-        self._input_every, self._exchange = input_every, exchange
         self._loss_terms, self._debug = loss_terms, debug
         self._start_anew()
 
     def _start_anew(self) -> None:
         """Build the stages, their K/V store and the model's ends, all empty."""
-        pipeline, exchange, weights = self._pipeline, self._exchange, self._weights
-        model = self._model
+        pipeline, weights, model = self._pipeline, self._weights, self._model
+        exchange = pipeline.exchange
         if isinstance(exchange, MegatronSequenceParallel):
             model = exchange.sharding.own_model
         self._kv = KVStore(
@@ -193,7 +175,7 @@ class Engine:
         )
         stage = partial(Stage, self._model, exchange=exchange)
         self._stages = {
-            index: stage(layers=layers, providers=self._whole, input_every=self._input_every)
+            index: stage(layers=layers, providers=self._whole, input_every=pipeline.input_every)
             for index, layers in pipeline.layers(model.num_layers).items()
         }
         self._shards: dict[int, ShardProviders] = {}
@@ -213,8 +195,8 @@ class Engine:
         *,
         num_valid: int | None = None,
         planned: PlannedStep | None = None,
-        before_action: Callable[[int, Action], None] = _go_on,
-        on_failure: Callable[[BaseException], None] = _say_nothing,
+        before_action: Callable[[int, Action], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> StepResult:
         """Add the gradient of the mean loss over all valid labels of the step.
 
@@ -357,8 +339,8 @@ class Engine:
         *,
         loss_scale: float | None,
         planned: PlannedStep | None = None,
-        before_action: Callable[[int, Action], None] = _go_on,
-        on_failure: Callable[[BaseException], None] = _say_nothing,
+        before_action: Callable[[int, Action], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> tuple[Schedule, Trace]:
         step, units = self._laid_out(
             sequences, boundaries, forward_only=loss_scale is None, planned=planned
@@ -383,12 +365,12 @@ class Engine:
             stopwatch=self._stopwatch,
         )
         try:
-            trace = executor.run(
-                loss_scale=loss_scale, before_action=before_action, on_failure=on_failure
-            )
+            trace = executor.run(loss_scale=loss_scale, before_action=before_action)
             for stage in (*self._stages.values(), *self._shard_stages.values()):
                 stage.assert_idle()
-        except BaseException:
+        except BaseException as error:
+            if on_failure is not None:
+                on_failure(error)
             self._give_up()
             raise
         return schedule, trace
@@ -420,17 +402,16 @@ class Engine:
         planned: PlannedStep | None = None,
     ) -> tuple[PlannedStep, StepUnits]:
         """Return program and units of a step, after connecting the ranks of its MSP groups."""
-        exchange = self._exchange
-        rank, degree = (0, 1) if exchange is None else (exchange.rank, exchange.degree)
+        pipeline = self._pipeline
+        degree = 1 if pipeline.exchange is None else pipeline.exchange.degree
         units: dict[UnitKey, Unit] = {}
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
-            units |= units_of(index, data, cuts, rank=rank, degree=degree)
+            units |= units_of(index, data, cuts, rank=pipeline.member, degree=degree)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
         step = planned or self._programs.step(lengths, forward_only=forward_only)
         assert step.program.lengths == lengths, "the step was planned for other sequences"
         self._connect(step.program)
-        links = self._pipeline.msp_links
-        return step, StepUnits(step.program, units, self._stages, self._shard_stages, links, rank)
+        return step, StepUnits(step.program, units, self._stages, self._shard_stages, pipeline)
 
     def _prepare(
         self,

@@ -78,17 +78,14 @@ class Executor:
         self,
         *,
         loss_scale: float | None,
-        before_action: Callable[[int, Action], None],
-        on_failure: Callable[[BaseException], None],
+        before_action: Callable[[int, Action], None] | None,
     ) -> Trace:
         """Execute the program once.
 
         Args:
             loss_scale: Factor of the summed loss in the gradient; None for a forward-only program.
-            before_action: Called with the position and the action before each action; an error
-                that it raises ends the step.
-            on_failure: Called with the error that ends the step, before the engine drains its
-                lanes, which may wait for a device that no longer answers.
+            before_action: Called with the position and the action before each action, unless None;
+                an error that it raises ends the step.
 
         Returns:
             Executed actions and their times.
@@ -98,7 +95,8 @@ class Executor:
         trace, mark = Trace(self._stopwatch), self._stopwatch.mark
         for position, action in enumerate(self._program):
             try:
-                before_action(position, action)
+                if before_action is not None:
+                    before_action(position, action)
                 with peer_errors(f"running {action}"):
                     if action.kind in (ActionKind.F, ActionKind.B):
                         self._buffers.await_input(action)
@@ -108,7 +106,6 @@ class Executor:
                 trace.add(action, start, mark())
             except BaseException as error:
                 error.add_note(self._context(position))
-                on_failure(error)
                 raise
         self._buffers.wait_all()
         self._state.finish()

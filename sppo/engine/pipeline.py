@@ -1,4 +1,4 @@
-"""One rank's part of a pipeline: its position, its plan, and its links to other pipeline ranks."""
+"""One rank's part of a pipeline: its position, its plan, and its links to other ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from sppo.activations.subsequence_placement import PlacementOf
 from sppo.cost.candidate import layers_of_stages
+from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import Placement
 from sppo.schedule.schedule import Schedule
 
@@ -32,6 +34,10 @@ class Pipeline:
         kv_recomputed: Stages that recompute K and V before their backward; their layers retain
             their inputs.
         msp_links: Communicators of MSP groups; None if no unit is cut.
+        input_every: Layers per saved layer input, see :class:`sppo.engine.stage.Stage`.
+        exchange: Communication with the ranks that hold the other tokens of every subsequence; a
+            :class:`MegatronSequenceParallel` if they hold other shards of the weights, too. None if
+            this rank holds all tokens.
     """
 
     schedule: str = "sppo"
@@ -44,11 +50,18 @@ class Pipeline:
     kv_offloaded: Collection[int] = ()
     kv_recomputed: Collection[int] = ()
     msp_links: MspLinks | None = None
+    input_every: int = 1
+    exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None
 
     @property
     def placement(self) -> Placement:
         """Assignment of stages to ranks."""
         return Placement(num_ranks=self.num_ranks, num_virtual=self.num_virtual)
+
+    @property
+    def member(self) -> int:
+        """Index of this rank among the ranks over which the tokens of every unit are sharded."""
+        return 0 if self.exchange is None else self.exchange.rank
 
     def layers(self, num_layers: int) -> dict[int, range]:
         """Return the layers of each stage of this rank, by stage."""

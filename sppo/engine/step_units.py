@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sppo.engine.msp.shard import cut_shard, local_tokens
+from sppo.engine.pipeline import Pipeline
 from sppo.engine.stage import Stage
 from sppo.engine.unit import Unit
-from sppo.parallel.msp_exchange import MspExchange, MspLinks
+from sppo.parallel.msp_exchange import MspExchange
 from sppo.schedule.actions import Action, UnitKey
 from sppo.schedule.schedule import Schedule
 
@@ -22,16 +23,14 @@ class StepUnits:
         units: Units of the step, with this rank's tokens.
         stages: Stages of this rank, by stage index.
         shard_stages: Stages of which this rank may run shards, by stage index.
-        links: Communicators of MSP groups, connected; None if no unit is cut.
-        member: Index of this rank in its sequence-parallel group.
+        pipeline: This rank's part of the pipeline; communicators of MSP groups are connected.
     """
 
     schedule: Schedule
     units: Mapping[UnitKey, Unit]
     stages: Mapping[int, Stage]
     shard_stages: Mapping[int, Stage]
-    links: MspLinks | None
-    member: int
+    pipeline: Pipeline
 
     def stage(self, action: Action) -> Stage:
         """Return the stage whose layers an action runs."""
@@ -45,7 +44,7 @@ class StepUnits:
         return cut_shard(
             unit,
             shard_index=action.shard,
-            member=self.member,
+            member=self.pipeline.member,
             lengths=self.schedule.msp_groups[self._slot(action)].lengths,
             exchange=self._exchange(action),
         )
@@ -53,7 +52,7 @@ class StepUnits:
     def tokens(self, unit: UnitKey, end: int) -> int:
         """Return how many of a unit's first ``end`` tokens this rank holds."""
         tokens = self.units[unit].shard_tokens
-        return local_tokens(end, tokens[self.member], sum(tokens))
+        return local_tokens(end, tokens[self.pipeline.member], sum(tokens))
 
     def meet_peers(self, action: Action) -> None:
         """Make compute wait for the other ranks of the action's MSP group, if it has one."""
@@ -61,10 +60,11 @@ class StepUnits:
             self._exchange(action).barrier()
 
     def _exchange(self, action: Action) -> MspExchange:
-        assert self.links is not None, "a program with shards has communicators"
+        links = self.pipeline.msp_links
+        assert links is not None, "a program with shards has communicators"
         ranks = self.schedule.msp_groups[self._slot(action)].ranks
         owner = ranks.index(self.schedule.placement.rank_of(action.stage))
-        return self.links.exchange(ranks, owner)
+        return links.exchange(ranks, owner)
 
     def _slot(self, action: Action) -> int:
         return self.schedule.slot(action.stage, action.unit)

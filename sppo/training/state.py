@@ -21,6 +21,7 @@ from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.state_tiers import StateTiers
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf_reading import open_hf_weights
@@ -190,12 +191,9 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
             run.model,
             weights=sharded.provider(used),
             gradients=sharded.gradient_provider(summed),
-            streamed_weights=streamed_weights,
-            streamed_gradients=streamed_gradients,
+            streams=StateStreams(streamed_weights, streamed_gradients),
             pipeline=pipeline,
             offloaded=_block_store(job, plan),
-            input_every=run.activations.input_every,
-            exchange=_exchange(run, job.mesh),
             loss_terms=loss_terms(run),
             stopwatch=device.stopwatch(),
             debug=run.activations.debug,
@@ -254,6 +252,8 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
         kv_offloaded=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
         kv_recomputed=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         msp_links=msp_links,
+        input_every=run.activations.input_every,
+        exchange=_exchange(run, mesh),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.engine.engine import Engine
+from sppo.engine.pipeline import Pipeline
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -197,7 +198,9 @@ def test_only_the_inputs_of_some_layers_are_kept():
     sizes = tensor_bytes_per_token(model, element_bytes=8)
     retained = {}
     for every in (1, 2, 5):
-        made = Trained(model, weights, policy="keep_attention", input_every=every)
+        made = Trained(
+            model, weights, policy="keep_attention", pipeline=Pipeline(input_every=every)
+        )
         made.step([random_sequence(model, 17)], [CUTS])
         retained[every] = made.engine.take_peaks().activations_bytes
     assert retained[1] - retained[2] == 2 * 17 * sizes["x_in"]

@@ -18,6 +18,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.model.gradients import zero_gradients
 from sppo.offload.block_store import BlockStore
@@ -109,6 +110,8 @@ class _Rank:
             kv_offloaded=leg.kv_offloaded,
             kv_recomputed=leg.kv_recomputed,
             msp_links=msp_links,
+            input_every=leg.input_every,
+            exchange=_exchange(leg, model, mesh),
         )
         shared = ShardedState(
             model,
@@ -145,12 +148,9 @@ class _Rank:
             model,
             weights=shared.provider(streamed_weights or self._weights),
             gradients=shared.gradient_provider(streamed_gradients or self._gradients),
-            streamed_weights=streamed_weights,
-            streamed_gradients=streamed_gradients,
+            streams=StateStreams(streamed_weights, streamed_gradients),
             offloaded=_store(leg, disk) if leg.tier else None,
-            input_every=leg.input_every,
             pipeline=pipeline,
-            exchange=_exchange(leg, model, mesh),
             loss_terms=case.terms,
             debug=leg.debug,
         )

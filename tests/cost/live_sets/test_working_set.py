@@ -22,6 +22,7 @@ from sppo.cost.live_sets import working_set as planned
 from sppo.cost.memory.stage_memory import evaluation_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.msp import gradients as msp_gradients
+from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels import half_products, row_tiles
@@ -73,7 +74,7 @@ def measured(model, *, dtype, policy, lengths, input_every):
         weights=weights,
         gradients=zero_gradients(weights),
         policy=policy,
-        input_every=input_every,
+        pipeline=Pipeline(input_every=input_every),
     )
     tokens = torch.arange(sum(lengths) + 1) % model.vocab_size
     cuts = [*accumulate(lengths, initial=0)]

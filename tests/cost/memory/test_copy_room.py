@@ -169,9 +169,8 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         model,
         weights=weights,
         gradients=zero_gradients(weights),
-        pipeline=Pipeline(placements={0: planned_placement(placed)}),
+        pipeline=Pipeline(placements={0: planned_placement(placed)}, input_every=every),
         offloaded=BlockStore(Lane(), disk=tmp_path, source_lag=0),
-        input_every=every,
     )
     tokens = torch.arange(1025) % 512
     seen = peak_of_step(engine, SequenceData(tokens[:-1], tokens[1:]), (0, 512, 1024))
