@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.parallel.collectives import all_gather
+from sppo.parallel.flat_row import FlatRow, Shapes
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh, first_messages
 from sppo.parallel.row_messages import add_up
@@ -29,7 +31,7 @@ def _wait_for(works: Iterable[Any]) -> None:
 
 
 class TokenMembers:
-    """Sequence-parallel ranks of one MSP shard, each of which sends its part of the weights' rows.
+    """Sequence-parallel ranks of an MSP shard; each sends its part of weights and gradients.
 
     Args:
         group: Communicator of these ranks; None if tokens are not sharded.
@@ -40,34 +42,24 @@ class TokenMembers:
     def __init__(self, group: ProcessGroup | None, *, ranks: Sequence[int], index: int) -> None:
         self._group, self._ranks, self._index = group, tuple(ranks), index
 
-    def own_rows(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a parameter's rows, as a view."""
-        return tensor[self._rows(tensor, self._index)]
+    def layout(self, shapes: Shapes) -> FlatRow:
+        """Return the layout of a row of parameters, of which each rank sends its interval."""
+        return FlatRow(shapes, ranks=len(self._ranks), rank=self._index)
 
-    def put_together(self, tensors: Sequence[Tensor]) -> None:
-        """Fill ``tensors``, of which each rank has :meth:`own_rows`, with the other ranks' rows."""
-        if self._group is None:
-            return
-        works = []
-        with peer_errors("putting a layer's weights together"):
-            for tensor in tensors:
-                for index, rank in enumerate(self._ranks):
-                    rows = self._rows(tensor, index)
-                    if rows.stop > rows.start:
-                        part = tensor[rows]
-                        works.append(dist.broadcast(part, rank, group=self._group, async_op=True))
-            for work in works:
-                assert work is not None, "a member of the group"
-                work.wait()
+    def put_together(self, row: Tensor, layout: FlatRow) -> None:
+        """Fill a row, of which each rank has its interval, with the intervals of other ranks."""
+        if self._group is not None:
+            with peer_errors("putting a layer's weights together"):
+                all_gather(row, row[layout.own], group=self._group)
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a gradient's rows, as equal as possible, as a view."""
+        rows, count = tensor.shape[0], len(self._ranks)
+        return tensor[rows * self._index // count : rows * (self._index + 1) // count]
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over these ranks."""
         add_up(tensor, self._group, what="adding up a shard's weight gradients")
-
-    def _rows(self, tensor: Tensor, index: int) -> slice:
-        """Return the rows of a parameter that member ``index`` sends, as equal as possible."""
-        rows, count = tensor.shape[0], len(self._ranks)
-        return slice(rows * index // count, rows * (index + 1) // count)
 
 
 class MspExchange:

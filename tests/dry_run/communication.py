@@ -138,6 +138,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 REBOUND: Mapping[str, str] = {
     "sppo.parallel.megatron": "all_gather",
+    "sppo.parallel.msp_exchange": "all_gather",
     "sppo.parallel.row_messages": "all_gather reduce_scatter",
 }
 """Functions of :mod:`torch.distributed` that modules import by name, to be replaced there, too."""

@@ -4,8 +4,8 @@ While a layer computes, the owner sends the next layer: a borrower holds at most
 weights, never a second copy of a stage.
 
 If tokens are sharded over G sequence-parallel ranks, each rank of the owner's group sends 1/G of
-the rows to one rank of the borrower's group. The borrower's ranks then exchange rows among
-themselves, over links that are faster than the links between stages.
+the layer's flat row to one rank of the borrower's group. The borrower's ranks then gather the row
+among themselves, over links that are faster than the links between stages.
 """
 
 from __future__ import annotations
@@ -50,28 +50,29 @@ class SharedWeights:
         borrowed: HeldBytes,
     ) -> None:
         self._exchange, self._order = exchange, deque(layers)
-        self._own, self._shapes = own, shapes
+        self._own, self._layout = own, exchange.members.layout(shapes)
         self._beside, self._borrowed = beside, borrowed
-        self._coming: deque[tuple[int, dict[str, Tensor], list[Any]]] = deque()
+        self._coming: deque[tuple[int, Tensor, list[Any]]] = deque()
         self._in_use: dict[str, Tensor] = {}
         self._send_next()
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return the weights of layer ``part`` by local name; start to send the next layer."""
         self._send_next()
-        coming, self._in_use, works = self._coming.popleft()
+        coming, row, works = self._coming.popleft()
         assert coming == part, f"layer {part} is wanted, {coming} comes"
         with peer_errors("waiting for the weights of a layer from the owner of its stage"):
             for work in works:
                 work.wait()
         if not self._exchange.is_owner:
-            self._exchange.members.put_together(list(self._in_use.values()))
+            self._exchange.members.put_together(row, self._layout)
+        self._in_use = self._layout.views(row)
         return self._in_use
 
     def release(self, part: WeightPart) -> None:
         """Release the layer taken last; a borrower frees it even if the stage holds the dict."""
-        if not self._exchange.is_owner:
-            self._borrowed.remove_tensors(self._in_use.values())
+        if self._in_use and not self._exchange.is_owner:
+            self._borrowed.add(-self._row_bytes)
         self._in_use.clear()
 
     def _send_next(self) -> None:
@@ -79,14 +80,15 @@ class SharedWeights:
             return
         layer = self._order.popleft()
         if self._exchange.is_owner:
-            weights = dict(self._own.take(layer))
+            row = self._own.row(layer)  # padded for more ranks, so at least as long
         else:
-            weights = {
-                name: torch.empty(shape, dtype=self._own.dtype, device=self._own.device)
-                for name, shape in self._shapes.items()
-            }
-            self._borrowed.add_tensors(weights.values())
-        own_rows = self._exchange.members.own_rows
-        parts = (own_rows(weights[name]) for name in self._shapes)
-        works = self._exchange.send_ahead([p for p in parts if p.shape[0]] + [*self._beside(layer)])
-        self._coming.append((layer, weights, works))
+            row = torch.empty(
+                self._layout.padded_elements, dtype=self._own.dtype, device=self._own.device
+            )
+            self._borrowed.add(self._row_bytes)
+        works = self._exchange.send_ahead([row[self._layout.own], *self._beside(layer)])
+        self._coming.append((layer, row, works))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._layout.padded_elements * self._own.dtype.itemsize

@@ -72,6 +72,11 @@ class PartRows(Mapping[str, Tensor]):
         """Return the number of all names."""
         return len(self._keys)
 
+    def row(self, layer: int) -> Tensor:
+        """Return the row of a layer of which every rank of its stage holds the same values."""
+        (key,) = {self._keys[name] for name in self._names[layer].values()}
+        return self.rows[key]
+
     def messages(self, part: WeightPart, allocate: Callable[..., Tensor]) -> list[RowMessage]:
         """Return a message for each sharded row of a part, with a row that ``allocate`` makes.
 

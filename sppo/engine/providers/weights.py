@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sppo.engine.providers.part_rows import (
+    PartRows,
     WeightPart,
     format_of,
     names_by_part,
@@ -62,6 +63,11 @@ class WeightProvider:
 
     def release(self, part: WeightPart) -> None:
         """Release the weights of ``part`` that :meth:`take` returned."""
+
+    def row(self, layer: int) -> Tensor:
+        """Return the flat row of a layer whose weights are whole on this rank."""
+        assert isinstance(self._weights, PartRows), "ranks that lend weights have rows"
+        return self._weights.row(layer)
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary weights on the device since the last call."""
