@@ -6,6 +6,7 @@ dtype. All parameters are dictionaries by global name, in the order of the model
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
@@ -56,7 +57,58 @@ def clip_(
     scale_(list(gradients.values()), factor, after_each=after_each)
 
 
-class AdamW:
+class MasterState(ABC):
+    """Masters and moments of parameters, and the number of updates, as a checkpoint has them.
+
+    Args:
+        masters: fp32 (or float64) values of the parameters by global name.
+        moments: For each of :data:`MOMENTS`, a tensor like each master by global name.
+    """
+
+    def __init__(
+        self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        self._masters, self._moments = masters, moments
+        self._updates: list[FusedAdamW] = []
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Number of updates done, without skipped steps."""
+        return self._steps
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint saves and a resumed run needs, in one flat dictionary.
+
+        ``model.NAME`` are the masters, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME``
+        the moments, all of them no copies, and ``optimizer.step`` is the number of updates, int64.
+        To load a checkpoint, fill the tensors in place and pass them to :meth:`load_state`.
+        """
+        state = {f"{MODEL_PREFIX}{name}": master for name, master in self._masters.items()}
+        for moment, tensors in self._moments.items():
+            state |= {f"optimizer.{moment}.{name}": tensor for name, tensor in tensors.items()}
+        state[STEP_KEY] = torch.tensor(self._steps)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load ``state`` of another optimizer, or this one's :meth:`state` filled in place."""
+        own = self.state()
+        assert state.keys() == own.keys(), "state() of an optimizer of the same model"
+        for key, tensor in own.items():
+            if tensor is not state[key]:
+                tensor.copy_(state[key])
+        self._steps = int(own[STEP_KEY])
+        for update in self._updates:
+            update.set_steps(self._steps)
+        self._compute_weights()
+
+    @abstractmethod
+    def _compute_weights(self) -> None:
+        """Round the masters to the weights."""
+
+
+class AdamW(MasterState):
     """AdamW by torch's fused kernel on fp32 masters, from which weights are rounded.
 
     Weights that are fp32 (or float64, in tests) are their own masters, without a copy. The moments
@@ -76,25 +128,25 @@ class AdamW:
         config: OptimizerConfig,
         masters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._masters = {
+        own = {
             name: _master(weight, None if masters is None else masters[name])
             for name, weight in weights.items()
         }
-        rounded = [name for name, weight in weights.items() if self._masters[name] is not weight]
+        super().__init__(
+            own, {m: {name: torch.zeros_like(own[name]) for name in own} for m in MOMENTS}
+        )
+        rounded = [name for name, weight in weights.items() if own[name] is not weight]
         self._rounded = [weights[name] for name in rounded]
-        self._converted_masters = [self._masters[name] for name in rounded]
-        self._moments = {
-            moment: {name: torch.zeros_like(master) for name, master in self._masters.items()}
-            for moment in MOMENTS
-        }
-        self._steps = 0
-        self._updates = self._make_updates(config)
+        self._converted_masters = [own[name] for name in rounded]
+        self._names = [[n for n in own if is_decayed(n) is decayed] for decayed in (True, False)]
+        for names, weight_decay in zip(self._names, (config.weight_decay, 0.0), strict=True):
+            parameters, *moments = (
+                [tensors[name] for name in names] for tensors in (own, *self._moments.values())
+            )
+            self._updates.append(
+                FusedAdamW(parameters, moments, config=config, weight_decay=weight_decay)
+            )
         self._compute_weights()
-
-    @property
-    def steps(self) -> int:
-        """Number of updates done, without skipped steps."""
-        return self._steps
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
@@ -105,66 +157,15 @@ class AdamW:
             lr: Learning rate of this step.
         """
         assert gradients.keys() == self._masters.keys(), "a gradient for every weight"
-        for names, update in self._updates:
+        for names, update in zip(self._names, self._updates, strict=True):
             update.step([gradients[name] for name in names], lr=lr)
         self._steps += 1
         self._compute_weights()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the :func:`checkpoint_state`, whose masters and moments are no copies.
-
-        To load a checkpoint, fill the tensors in place and pass them to :meth:`load_state`.
-        """
-        return checkpoint_state(self._masters, self._moments, steps=self._steps)
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load ``state`` of another optimizer, or this one's :meth:`state` filled in place."""
-        self._steps = take_over(self.state(), state)
-        for _, update in self._updates:
-            update.set_steps(self._steps)
-        self._compute_weights()
-
-    def _make_updates(self, config: OptimizerConfig) -> list[tuple[list[str], FusedAdamW]]:
-        """Return names and update of the parameters with weight decay, and of those without."""
-        updates = []
-        for decayed, weight_decay in ((True, config.weight_decay), (False, 0.0)):
-            own = {n: m for n, m in self._masters.items() if is_decayed(n) is decayed}
-            moments = [[tensors[name] for name in own] for tensors in self._moments.values()]
-            update = FusedAdamW(
-                list(own.values()), moments, config=config, weight_decay=weight_decay
-            )
-            updates.append((list(own), update))
-        return updates
 
     @torch.no_grad()
     def _compute_weights(self) -> None:
         if self._rounded:
             torch._foreach_copy_(self._rounded, self._converted_masters)
-
-
-def checkpoint_state(
-    masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]], *, steps: int
-) -> dict[str, Tensor]:
-    """Return the state that a checkpoint saves and a resumed run needs, in one flat dictionary.
-
-    ``model.NAME`` are the masters, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME`` the
-    moments, and ``optimizer.step`` is the number of updates, int64.
-    """
-    state = {f"{MODEL_PREFIX}{name}": master for name, master in masters.items()}
-    for moment, tensors in moments.items():
-        state |= {f"optimizer.{moment}.{name}": tensor for name, tensor in tensors.items()}
-    state[STEP_KEY] = torch.tensor(steps)
-    return state
-
-
-def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:
-    """Copy ``state`` into the tensors of an optimizer's ``own`` state; return its step count."""
-    assert state.keys() == own.keys(), "state() of an optimizer of the same model"
-    for key, tensor in own.items():
-        if tensor is not state[key]:
-            tensor.copy_(state[key])
-    return int(own[STEP_KEY])
 
 
 def _master(weight: Tensor, given: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
 from sppo.offload.lane import Lane
 from sppo.offload.worker_pool import Event, wait_for
-from sppo.optim.adamw import checkpoint_state, take_over
+from sppo.optim.adamw import MasterState
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows
 from sppo.parallel.flat_row import RowPart
@@ -45,7 +45,7 @@ class _UpdateBucket:
         return self.end - self.begin
 
 
-class HostAdamW:
+class HostAdamW(MasterState):
     """AdamW on the host: same update and checkpoint state as :class:`sppo.optim.adamw.AdamW`.
 
     If both run on a CPU, results are bitwise equal, except for elements at the end of a tensor or a
@@ -75,19 +75,16 @@ class HostAdamW:
     ) -> None:
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         assert shapes == rows.layout.shapes, "rows are of the weights"
+        moments = zip(MOMENTS, map(rows.layout.views, rows.moments), strict=True)
+        super().__init__(rows.layout.views(rows.masters), dict(moments))
         self._weights = {name: weight.detach().view(-1) for name, weight in weights.items()}
-        self._rows, self._lane, self._steps = rows, lane, 0
+        self._rows, self._lane = rows, lane
         self._buckets = _cut(
             rows, weight_decay=config.weight_decay, bucket_elements=bucket_elements
         )
         self._gradients, self._weight_slots = self._staging()
         self._updates = [self._update(bucket, config) for bucket in self._buckets]
-        self._upload_all()
-
-    @property
-    def steps(self) -> int:
-        """Number of updates done, without skipped steps."""
-        return self._steps
+        self._compute_weights()
 
     @property
     def row_bytes(self) -> int:
@@ -132,20 +129,6 @@ class HostAdamW:
             wait_for(done)  # the next step, or load_state, reuses these slots
         self._steps += 1
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the checkpoint state, as :meth:`sppo.optim.adamw.AdamW.state`; on the host."""
-        rows, views = self._rows, self._rows.layout.views
-        moments = {name: views(row) for name, row in zip(MOMENTS, rows.moments, strict=True)}
-        return checkpoint_state(views(rows.masters), moments, steps=self._steps)
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load ``state`` of another optimizer, or this one's :meth:`state` filled in place."""
-        self._steps = take_over(self.state(), state)
-        for update in self._updates:
-            update.set_steps(self._steps)
-        self._upload_all()
-
     def _update(self, bucket: _UpdateBucket, config: OptimizerConfig) -> FusedAdamW:
         rows = (self._rows.masters, *self._rows.moments)
         master, *moments = (row[bucket.begin : bucket.end] for row in rows)
@@ -187,7 +170,7 @@ class HostAdamW:
         return self._lane.back(copies, after=[self._lane.computed([])])
 
     @torch.no_grad()
-    def _upload_all(self) -> None:
+    def _compute_weights(self) -> None:
         for index in range(len(self._buckets)):
             wait_for(self._upload(index))
             self._rows.drop_pages()

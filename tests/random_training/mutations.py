@@ -204,7 +204,7 @@ def resumed_without_step() -> Iterator[None]:
 
     def forgetful(self: Any, state: Any) -> None:
         load_state(self, state)
-        for _, update in self._updates:
+        for update in self._updates:
             update.set_steps(0)
 
     with patch.object(AdamW, "load_state", forgetful):
