@@ -21,12 +21,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sppo.activations.placement import (
-    ActivationPlacement,
-    alike_stages,
-    first_of_each,
-    prefix_rows,
-)
+from sppo.activations.placement import ActivationPlacement, prefix_rows
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.activations.tensor_classes import (
@@ -173,13 +168,12 @@ def _whole(
     inputs: PolicyInputs, *, offloaded: tuple[int, ...], retained: tuple[int, ...]
 ) -> ActivationPlacement:
     """Return the placement of whole classes, equal on every stage; other classes are recomputed."""
-    stages = len(inputs.row_bytes)
-    fates = [1 if index in offloaded else 0 if index in retained else 2 for index in range(3)]
-    tables = np.zeros((3, len(inputs.tokens), len(CLASSES)), dtype=np.int64)
-    for index, fate in enumerate(fates):
-        tables[fate, :, index] = inputs.tokens
-    of_stages = (np.broadcast_to(table, (stages, *table.shape)) for table in tables)
-    return ActivationPlacement(*of_stages, known_alike=[0] * stages)
+    shape = len(inputs.row_bytes), len(inputs.tokens), len(CLASSES)
+    tables = np.zeros((3, *shape), dtype=np.int64)
+    for index in range(len(CLASSES)):
+        fate = 0 if index in retained else 1 if index in offloaded else 2
+        tables[fate, :, :, index] = inputs.tokens
+    return ActivationPlacement(*tables)
 
 
 def _hideable(inputs: PolicyInputs) -> Table:
@@ -191,15 +185,10 @@ def _hideable(inputs: PolicyInputs) -> Table:
 def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement:
     """Offload ``wanted`` bytes of each subsequence, most valuable class first; retain the rest."""
     everything = _whole(inputs, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
-    alike = alike_stages(wanted, inputs.row_bytes)
-    firsts, kinds = first_of_each(alike)
-    rows = prefix_rows(
-        wanted[firsts],
-        rows=everything.retained[firsts],
-        row_bytes=inputs.row_bytes[firsts][:, None],
+    offloaded = prefix_rows(
+        wanted,
+        rows=everything.retained,
+        row_bytes=inputs.row_bytes[:, None],
         allow_partial=inputs.allow_partial,
     )
-    offloaded = rows[kinds]
-    return ActivationPlacement(
-        everything.retained - offloaded, offloaded, everything.recomputed, known_alike=alike
-    )
+    return ActivationPlacement(everything.retained - offloaded, offloaded, everything.recomputed)

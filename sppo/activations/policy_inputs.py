@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
+from sppo.activations.placement import ActivationPlacement, Counts, kinds_of_rows, saved_bytes
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.schedule.costs import Table
 
@@ -104,6 +105,27 @@ class PolicyInputs:
     lasts: tuple[int, ...] = (-1,)
 
     @property
+    def kinds(self) -> tuple[list[int], list[int]]:
+        """First stage of each kind, and kind of each stage, of stages with equal tables."""
+        return kinds_of_rows(*(getattr(self, name) for name in _OF_STAGES))
+
+    def of_rank(self, rank: int) -> PolicyInputs:
+        """Return the inputs of the stages of one rank."""
+        ranks = len(self.slots)
+        own = self.of_stages(range(rank, len(self.row_bytes), ranks))
+        return replace(
+            own,
+            device_bytes=self.device_bytes[rank : rank + 1],
+            tier_bytes=self.tier_bytes[rank : rank + 1],
+            slots=self.slots[rank : rank + 1],
+        )
+
+    def of_stages(self, stages: Sequence[int]) -> PolicyInputs:
+        """Return the inputs of some stages."""
+        own = [*stages]
+        return replace(self, **{name: getattr(self, name)[own] for name in _OF_STAGES})
+
+    @property
     def class_bytes(self) -> Table:
         """Bytes of a whole class, [stages, subsequences, 3]."""
         result: Table = self.tokens[None, :, None] * self.row_bytes[:, None, :]
@@ -141,3 +163,10 @@ class PolicyInputs:
             for rank, own in enumerate(self.slots)
         ]
         return held + np.array(slots), sent
+
+
+_OF_STAGES = (
+    *("row_bytes", "shared_input_bytes", "in_flight", "sequences", "next_forward_s"),
+    *("hidden_bytes", "linear_recompute_s", "attention_recompute_s", "may_offload"),
+)
+"""Tables of :class:`PolicyInputs` with a row for each stage."""

@@ -21,7 +21,7 @@ from sppo.activations.activation_layout import (
     PREFETCH_LAYERS,
     BlockLayout,
 )
-from sppo.activations.placement import ActivationPlacement, Counts, first_of_each, saved_bytes
+from sppo.activations.placement import ActivationPlacement, Counts, kinds_of_rows, saved_bytes
 from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,
@@ -237,11 +237,10 @@ def _recompute_seconds(
         placement: Placement of the candidate's activations.
         units: Seconds of the candidate's units.
     """
-    firsts, kinds = distinct_stages(candidate, placement)
-    share = placement.recomputed[firsts] / np.array(candidate.lengths)[None, :, None]
-    linear = share[:, :, LINEAR] + _input_recompute_fraction(candidate)[firsts]
+    share = placement.recomputed / np.array(candidate.lengths)[None, :, None]
+    linear = share[:, :, LINEAR] + _input_recompute_fraction(candidate)
     of_linear, of_attention = (
-        _of_units(table[kinds], candidate.sequences) for table in (linear, share[:, :, ATTENTION])
+        _of_units(table, candidate.sequences) for table in (linear, share[:, :, ATTENTION])
     )
     seconds: Table = units.linear_recompute * of_linear + units.attention_recompute * of_attention
     return seconds
@@ -307,14 +306,13 @@ def placed_bytes(
     Returns:
         Bytes on one device, [stages, subsequences].
     """
-    firsts, kinds = distinct_stages(candidate, placement)
     rows: Counts = getattr(placement, name)
     return saved_bytes(
-        rows[firsts],
-        recomputed=placement.recomputed[firsts],
-        row_bytes=row_bytes_of(candidate)[firsts],
-        shared_input_bytes=shared_input_bytes_of(candidate)[firsts],
-    )[kinds]
+        rows,
+        recomputed=placement.recomputed,
+        row_bytes=row_bytes_of(candidate),
+        shared_input_bytes=shared_input_bytes_of(candidate),
+    )
 
 
 def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
@@ -330,14 +328,17 @@ def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
     )
 
 
-def distinct_stages(
+def kinds_of_stages(
     candidate: Candidate, placement: ActivationPlacement
 ) -> tuple[list[int], list[int]]:
     """Return the first stage of each kind, and the kind of each stage.
 
-    Stages of a kind have the same number of layers and the same rows in the placement.
+    Stages of a kind have equally many layers and the same rows; the last stage also has the loss.
     """
-    return first_of_each(zip(map(len, candidate.stages), placement.alike, strict=True))
+    layers = np.array([len(stage) for stage in candidate.stages])
+    is_last = np.arange(len(layers)) == len(layers) - 1
+    tables = placement.retained, placement.offloaded, placement.recomputed
+    return kinds_of_rows(*tables, layers, is_last)
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
@@ -427,7 +428,7 @@ def _everything_retained(candidate: Candidate) -> ActivationPlacement:
     retained, nothing = (
         np.broadcast_to(rows, (stages, count, len(CLASSES))) for rows in (tokens, tokens * 0)
     )
-    return ActivationPlacement(retained, nothing, nothing, known_alike=[0] * stages)
+    return ActivationPlacement(retained, nothing, nothing)
 
 
 def _of_units(table: _Values, sequences: int) -> _Values:
@@ -440,14 +441,12 @@ def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
     workload, stages, lengths = candidate.workload, candidate.stages, candidate.lengths
     by_window, head = _layers_and_head_seconds(workload, lengths, candidate.packed)
     layers_by_window = [Counter(map(workload.model.window_of, layers)) for layers in stages]
-    firsts, kinds = first_of_each(tuple(counts.items()) for counts in layers_by_window)
-    rows = []
-    for first in firsts:
-        row = LayerSeconds(*(np.zeros(len(lengths)) for _ in PASS_NAMES))
-        for window, count in layers_by_window[first].items():
-            row += by_window[window].times(count)
-        rows.append(row)
-    tables = {name: np.stack([getattr(row, name) for row in rows])[kinds] for name in PASS_NAMES}
+    windows = [*by_window]
+    counts = np.array([[own[window] for window in windows] for own in layers_by_window])
+    tables = {
+        name: counts @ np.stack([getattr(by_window[window], name) for window in windows])
+        for name in PASS_NAMES
+    }
     tables["forward"][-1] += head
     return LayerSeconds(**tables)
 

@@ -14,8 +14,7 @@ from sppo.activations.hybrid import choices, least_memory
 from sppo.activations.placement import (
     ROW_ALIGNMENT,
     ActivationPlacement,
-    alike_stages,
-    first_of_each,
+    kinds_of_rows,
     prefix_rows,
 )
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decide_ratio
@@ -476,6 +475,6 @@ def test_a_class_whole_up_to_rounding_leaves_nothing_of_the_next():
 
 def test_stages_of_a_kind_are_those_with_equal_rows():
     rows = np.array([[1, 2], [1, 2], [3, 2], [1, 2], [3, 2]])
-    firsts, kinds = first_of_each(alike_stages(rows))
+    firsts, kinds = kinds_of_rows(rows)
     assert (firsts, kinds) == ([0, 2], [0, 0, 1, 0, 1])
     assert (rows[firsts][kinds] == rows).all()

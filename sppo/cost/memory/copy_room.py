@@ -24,7 +24,7 @@ from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
 from sppo.cost.memory.stage_memory import StageMemory, with_activations
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import distinct_stages
+from sppo.cost.stage_cost import kinds_of_stages
 from sppo.cost.values_of_ranks import most_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 
@@ -129,7 +129,7 @@ def with_placement(
         units: Units in flight of the candidate.
     """
     held = with_activations(states, candidate=candidate, placement=placement, units=units)
-    firsts, kinds = distinct_stages(candidate, placement)
+    firsts, kinds = kinds_of_stages(candidate, placement)
     rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
     slots, staging, blocks, joined, tier = np.array(rooms, dtype=np.int64)[kinds].T
     slots, staging, blocks, joined = (

@@ -17,6 +17,7 @@ from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, working_sets
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.units_in_flight import Running
+from sppo.cost.stage_cost import kinds_of_stages
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
@@ -26,15 +27,10 @@ def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Run
 
     On a GPU they include the tensors that backward joins from parts.
     """
-    shape = len(candidate.stages), len(candidate.lengths)
-    running = Running(np.zeros(shape), np.zeros(shape))
-    by_kind: dict[tuple[int, bytes, bool], tuple[Table, Table]] = {}
-    for stage, layers in enumerate(candidate.stages):
-        kind = len(layers), placement.rows_of(stage), candidate.is_last_stage(stage)
-        if kind not in by_kind:
-            by_kind[kind] = _computing_of_stage(candidate, placement, stage=stage)
-        running.forward[stage], running.backward[stage] = by_kind[kind]
-    return running
+    firsts, kinds = kinds_of_stages(candidate, placement)
+    computing = [_computing_of_stage(candidate, placement, stage=stage) for stage in firsts]
+    forward, backward = np.array(computing).swapaxes(0, 1)
+    return Running(forward[kinds], backward[kinds])
 
 
 def _computing_of_stage(
