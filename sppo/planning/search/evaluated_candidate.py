@@ -8,8 +8,7 @@ from functools import cached_property
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.msp import with_msp
-from sppo.cost.memory.rank_program import holds_messages, with_messages_held
+from sppo.cost.memory.program_memory import holds_messages, with_messages_held, with_msp
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.cost.stage_cost import StageSeconds, stage_costs
