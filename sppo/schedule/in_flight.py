@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from sppo.schedule.actions import Action, ActionKind
-from sppo.schedule.encoding import B, EncodedProgram, F, W
-from sppo.schedule.msp_groups import MspGroup, shard_shares
+from sppo.schedule.encoding import B, F, W
+from sppo.schedule.schedule import Schedule
 
 
-def peak_in_flight(program: EncodedProgram, *, groups: Mapping[int, MspGroup]) -> float:
-    """Return the largest number of units that a rank holds between their F and their last B or W.
+def peak_in_flight(schedule: Schedule) -> list[float]:
+    """Return the largest number of units that each rank holds between their F and last B or W.
 
     A shard counts as its share of the unit. In evaluation, which keeps nothing, a unit is in
     flight only while it runs.
     """
-    shares = shard_shares(program, groups=groups)
-    forward = np.where(program.codes == F, shares, 0.0)
-    done = np.flatnonzero((program.codes == B) | (program.codes == W))
-    if done.size:
-        # The last of B and W of a slot releases it: the first one of the reversed order.
-        _, last = np.unique(program.slots[done][::-1], return_index=True)
-        release = done[::-1][last]
-        forward[release] -= shares[release]
-        forward = np.cumsum(forward)
+    actions, shares = schedule.actions, schedule.shares
+    changes = np.where(actions.codes == F, shares, 0.0)
+    done = actions.of(B, W)
+    # The last of B and W of a slot on a rank releases it: the first one of the reversed order.
+    slots = actions.ranks * actions.size + actions.slots
+    _, last = np.unique(slots[done][::-1], return_index=True)
+    release = done[::-1][last]
+    changes[release] -= shares[release]
+    ends = np.searchsorted(actions.ranks[:-1], np.arange(schedule.num_ranks), side="right")
+    held = [
+        np.cumsum(own) if schedule.is_training else own for own in np.split(changes[:-1], ends)[:-1]
+    ]
     # Shares of a unit add up to 1 only up to rounding.
-    return round(float(forward.max(initial=0.0)), 9)
+    return [round(float(own.max(initial=0.0)), 9) for own in held]
 
 
 def sequences_in_flight(actions: Iterable[Action]) -> int:

@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
-import numpy.typing as npt
 
 from sppo.schedule.encoding import SEND_ACT
+from sppo.schedule.graph import Floats, Ints
 from sppo.schedule.schedule import Schedule
 
 
-def needed_messages(schedule: Schedule, *, code: int) -> npt.NDArray[np.int64]:
+class Messages(NamedTuple):
+    """Messages of one wire, one entry each."""
+
+    slots: Ints
+    """Slots of the units on the stages that make the tensors."""
+    numbers: Ints
+    """Numbers of the messages among those of their slots."""
+    counts: Ints
+    """Numbers of messages of the slots, those within a rank included."""
+    senders: Ints
+    receivers: Ints
+    shards: Ints
+    """Shards of the units that make the tensors."""
+    shares: Floats
+    """Fractions of the units' tokens that the messages carry."""
+
+    def where(self, chosen: Ints) -> Messages:
+        """Return the messages at some places."""
+        return Messages._make(column[chosen] for column in self)
+
+
+def needed_messages(schedule: Schedule, *, code: int) -> Messages:
     """Return the messages of one wire, whether the programs hold the actions or not.
 
     Args:
         schedule: Schedule of the step.
         code: Opcode of the wire's SEND.
-
-    Returns:
-        Rows (producing slot, index of the message, messages of the slot, sender, receiver),
-        ascending.
     """
     units, size = schedule.num_units, schedule.num_stages * schedule.num_units
     slots = np.arange(size)
     consumers = slots + (units if code == SEND_ACT else -units)
-    sender, receiver = slots // units % schedule.num_ranks, consumers // units % schedule.num_ranks
+    senders, receivers = (own // units % schedule.num_ranks for own in (slots, consumers))
+    groups = schedule.msp_groups
     cut = {slot: routes for (wire, slot), routes in schedule.msp_routes.items() if wire == code}
-    plain = (consumers >= 0) & (consumers < size) & (sender != receiver)
-    plain &= ~np.isin(slots, [*cut])
-    rows = np.stack([slots, np.zeros_like(slots), np.ones_like(slots), sender, receiver], axis=1)
-    extra = [
-        (slot, index, len(routes), route.sender, route.receiver)
+    crosses = (consumers >= 0) & (consumers < size) & (senders != receivers)
+    crosses[[*cut]] = False
+    whole, zeros = np.flatnonzero(crosses), np.zeros(np.count_nonzero(crosses), dtype=np.int64)
+    sent = [
+        (slot, number, route)
         for slot, routes in cut.items()
-        for index, route in enumerate(routes)
+        for number, route in enumerate(routes)
         if route.sender != route.receiver
     ]
-    needed = np.concatenate([rows[plain], np.array(extra, dtype=np.int64).reshape(-1, 5)])
-    ordered: npt.NDArray[np.int64] = needed[np.lexsort((needed[:, 1], needed[:, 0]))]
-    return ordered
+    of_cut = [
+        [slot for slot, _, _ in sent],
+        [number for _, number, _ in sent],
+        [len(cut[slot]) for slot, _, _ in sent],
+        [route.sender for _, _, route in sent],
+        [route.receiver for _, _, route in sent],
+        [groups[s].ranks.index(route.sender) if s in groups else 0 for s, _, route in sent],
+    ]
+    of_whole = [whole, zeros, zeros + 1, senders[whole], receivers[whole], zeros]
+    names = (
+        np.append(own, np.array(more, dtype=np.int64))
+        for own, more in zip(of_whole, of_cut, strict=True)
+    )
+    shares = np.append(np.ones(whole.size), [route.share for _, _, route in sent])
+    return Messages._make([*names, shares])

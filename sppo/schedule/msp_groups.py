@@ -19,9 +19,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule import encoding
 from sppo.schedule.actions import Cut, Lengths, Placement
-from sppo.schedule.encoding import EncodedProgram
+from sppo.schedule.encoding import SEND_ACT, SEND_GRAD, F
+from sppo.schedule.step_actions import StepActions
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,16 @@ class MspGroup:
 
 
 def find_msp_groups(
-    programs: Sequence[EncodedProgram], *, lengths: Lengths, cuts: Sequence[Cut]
+    actions: StepActions, *, lengths: Lengths, cuts: Sequence[Cut]
 ) -> dict[int, MspGroup]:
-    """Return the MSP groups of programs by slot; empty for every schedule without MSP."""
+    """Return the MSP groups of a step by slot; empty for every schedule without MSP."""
     ranks_of: dict[int, dict[int, int]] = {}
     widths: dict[int, int] = {}
-    for rank, program in enumerate(programs):
-        cut = (program.num_shards > 1) & (program.codes == encoding.F)
-        for index in np.flatnonzero(cut).tolist():
-            slot = int(program.slots[index])
-            ranks_of.setdefault(slot, {})[int(program.shards[index])] = rank
-            widths[slot] = int(program.num_shards[index])
+    found = np.flatnonzero((actions.widths > 1) & (actions.codes == F))
+    columns = (actions.slots, actions.shards, actions.ranks, actions.widths)
+    for slot, shard, rank, width in zip(*(one[found].tolist() for one in columns), strict=True):
+        ranks_of.setdefault(slot, {})[shard] = rank
+        widths[slot] = width
     units = [(m, n) for m, parts in enumerate(lengths) for n in range(len(parts))]
     given = {(cut.stage, cut.sequence, cut.subsequence): cut.lengths for cut in cuts}
     groups = {}
@@ -82,17 +81,16 @@ def msp_ranges(groups: Mapping[int, MspGroup]) -> list[tuple[int, int]]:
 
 
 def shard_shares(
-    program: EncodedProgram, *, groups: Mapping[int, MspGroup]
+    actions: StepActions, *, groups: Mapping[int, MspGroup]
 ) -> npt.NDArray[np.float64]:
-    """Return the fraction of its unit's tokens that each action of a program runs.
+    """Return the fraction of its unit's tokens that each action of a step runs.
 
     Actions other than compute, and whole units, have 1.
     """
-    shares = np.ones(program.codes.shape)
-    cut = (program.num_shards > 1) & (program.codes < encoding.NUM_COMPUTE)
-    for index in np.flatnonzero(cut).tolist():
-        lengths = groups[int(program.slots[index])].lengths
-        shares[index] = lengths[int(program.shards[index])] / sum(lengths)
+    shares = np.ones(actions.codes.shape)
+    for index in actions.compute[actions.widths[actions.compute] > 1].tolist():
+        lengths = groups[int(actions.slots[index])].lengths
+        shares[index] = lengths[int(actions.shards[index])] / sum(lengths)
     return shares
 
 
@@ -169,8 +167,8 @@ def msp_routes(
         if not 0 <= slot < (placement.num_stages - 1) * num_units:
             continue
         ahead = routes_between(holders(slot), consumer=holders(slot + num_units))
-        routes[encoding.SEND_ACT, slot] = ahead
-        routes[encoding.SEND_GRAD, slot + num_units] = tuple(
+        routes[SEND_ACT, slot] = ahead
+        routes[SEND_GRAD, slot + num_units] = tuple(
             replace(route, sender=route.receiver, receiver=route.sender) for route in ahead
         )
     return routes

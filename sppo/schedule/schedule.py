@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from sppo.schedule.actions import Action, Cut, Lengths, Placement, UnitKey, Wire
 from sppo.schedule.encoding import SEND_ACT, SEND_GRAD, B, EncodedProgram, decode, encode
-from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
+from sppo.schedule.graph import Floats
+from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes, shard_shares
+from sppo.schedule.step_actions import StepActions
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class Schedule:
         """Number of actions of all ranks together."""
         return sum(program.codes.size for program in self.encoded)
 
+    @cached_property
+    def actions(self) -> StepActions:
+        """Actions of all ranks as columns."""
+        return StepActions(self.encoded, lengths=self.lengths, num_stages=self.num_stages)
+
     @property
     def is_training(self) -> bool:
         """True if the programs hold a backward pass (False for evaluation)."""
@@ -114,7 +121,12 @@ class Schedule:
     @cached_property
     def msp_groups(self) -> Mapping[int, MspGroup]:
         """Ranks that share a unit, by slot; empty for every schedule without MSP."""
-        return find_msp_groups(self.encoded, lengths=self.lengths, cuts=self.cuts)
+        return find_msp_groups(self.actions, lengths=self.lengths, cuts=self.cuts)
+
+    @cached_property
+    def shares(self) -> Floats:
+        """Fraction of its unit's tokens that each of `actions` runs; 1 for all but compute."""
+        return shard_shares(self.actions, groups=self.msp_groups)
 
     @cached_property
     def msp_routes(self) -> Mapping[tuple[int, int], tuple[Route, ...]]:

@@ -162,12 +162,12 @@ def measured_timeline(
             )
     makespan = max((end for times in times_s for _, end in times), default=0.0)
     tracks = []
+    most = peak_in_flight(schedule)
     for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
         start = np.array([t[0] for t in times])
         finish = np.array([t[1] for t in times])
         idle = tuple(waits[rank]) if waits else _gaps(program, start, finish, makespan_s=makespan)
-        most = peak_in_flight(schedule.encoded[rank], groups=schedule.msp_groups)
-        tracks.append(RankTrack(program, start, finish, idle, {}, most))
+        tracks.append(RankTrack(program, start, finish, idle, {}, most[rank]))
     return Timeline(schedule, "measured", makespan, tuple(tracks))
 
 

@@ -19,7 +19,7 @@ from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.program import with_messages
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.simulated_step import SimulatedStep, simulate_step
+from sppo.schedule.simulation.simulate import SimulatedStep, simulate_step
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")

@@ -7,11 +7,9 @@ misplaced, and nothing may be there twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo.schedule.checks.violations import Violation
 from sppo.schedule.encoding import (
@@ -22,6 +20,7 @@ from sppo.schedule.encoding import (
     KV,
     RECV_ACT,
     RECV_GRAD,
+    REDUCE,
     SEND_ACT,
     SEND_GRAD,
     B,
@@ -30,270 +29,154 @@ from sppo.schedule.encoding import (
     W,
     decode,
 )
+from sppo.schedule.graph import Flags, Ints
 from sppo.schedule.messages import needed_messages
 from sppo.schedule.schedule import Schedule
 
 _LIMIT = 8
-_Ints = npt.NDArray[np.int64]
-_Flags = npt.NDArray[np.bool_]
+_MESSAGES = (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Actions:
-    """Actions of all ranks, with their ranks and their positions in the programs of these."""
-
-    program: EncodedProgram
-    ranks: _Ints
-    indices: _Ints
-
-    @classmethod
-    def of(cls, programs: Sequence[EncodedProgram]) -> _Actions:
-        """Return all actions of the programs of all ranks."""
-        ranks = [np.full(program.codes.size, rank) for rank, program in enumerate(programs)]
-        indices = [np.arange(program.codes.size) for program in programs]
-        return cls(EncodedProgram.joined(programs), np.concatenate(ranks), np.concatenate(indices))
-
-    @classmethod
-    def needed(cls, columns: Sequence[npt.NDArray[np.integer]]) -> _Actions:
-        """Return actions with the columns opcode, slot, shard, number of shards and rank."""
-        *program, ranks = (np.asarray(column, dtype=np.int32) for column in columns)
-        return cls(EncodedProgram(*program), ranks.astype(np.int64), np.full(ranks.size, -1))
-
-    def take(self, which: npt.NDArray[np.integer | np.bool_]) -> _Actions:
-        """Return some of the actions."""
-        return _Actions(self.program.take(which), self.ranks[which], self.indices[which])
-
-    def with_codes(self, *codes: int) -> _Actions:
-        """Return the actions of some kinds."""
-        return self.take(np.isin(self.program.codes, codes))
-
-    def violation(self, schedule: Schedule, place: int, rule: str, problem: str) -> Violation:
-        """Return a violation by one of the actions; `problem` follows its name."""
-        (action,) = decode(self.program.take(np.array([place])), lengths=schedule.lengths)
-        index = int(self.indices[place])
-        return Violation(
-            rule, f"{action} {problem}", int(self.ranks[place]), None if index < 0 else index
-        )
+def coverage_problems(schedule: Schedule) -> list[Violation]:
+    """Return the violations of missing, duplicate and misplaced actions."""
+    found = [*_group_problems(schedule)]
+    return found or [*_compared(schedule, needed=_needed(schedule)), *_kv_problems(schedule)]
 
 
-def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """Return the violations of missing, duplicate and misplaced actions, messages left out."""
-    actions = _Actions.of(programs)
-    forwards = actions.with_codes(F)
-    found = [*_missing_shards(schedule, forwards)]
-    if found:
-        return found
-    holders = _holders(schedule)
-    found = [
-        *_compared(
-            schedule,
-            actions=forwards,
-            needed=holders,
-            rules=("coverage", "placement"),
-            misplaced="is on a rank that does not hold its stage",
-        ),
-        *_group_problems(schedule),
-    ]
-    if found:
-        return found
-    for code, required in _required_slots(schedule, actions):
-        of_slots = holders.take(required[holders.program.slots])
-        found += _compared(
-            schedule,
-            actions=actions.with_codes(code),
-            needed=_Actions(of_slots.program.changed(code), of_slots.ranks, of_slots.indices),
-            rules=("coverage", "placement"),
-            misplaced="is on a rank without the F of the same unit and shard",
-        )
-    moved, copied = actions.with_codes(KV, D2H_KV), _slots(actions, D2H_KV)
-    cut = moved.program.num_shards > 1
-    both = (moved.program.codes == KV) & np.isin(moved.program.slots, copied)
-    for wrong, problem in (
-        (cut, "moves K and V of a unit that is cut: they stay"),
-        (both, "recomputes K and V that are copied, too"),
-    ):
-        found += [
-            moved.violation(schedule, place, "copy order", problem)
-            for place in np.flatnonzero(wrong)[:_LIMIT].tolist()
-        ]
-    return found
+def _compared(schedule: Schedule, *, needed: Ints) -> Iterator[Violation]:
+    """Yield the violations of actions that are missing, duplicate or not needed where they are.
 
-
-def _missing_shards(schedule: Schedule, forwards: _Actions) -> Iterator[Violation]:
-    """Yield the violations of units of which not all shards are there."""
-    slots, widths = forwards.program.slots, forwards.program.num_shards
-    count = np.bincount(slots, weights=widths > 1)[slots] if slots.size else slots
-    for place in np.flatnonzero((widths > 1) & (count != widths))[:_LIMIT].tolist():
-        problem = f"is cut, and {int(count[place])} of {widths[place]} shards are there"
-        yield forwards.violation(schedule, place, "coverage", problem)
-
-
-def _holders(schedule: Schedule) -> _Actions:
-    """Return an F of every unit on every stage, with one action per shard.
-
-    A shard that no rank runs, because another is there twice, is needed on the rank of the stage.
+    Args:
+        schedule: Schedule of the actions.
+        needed: Opcode, slot, shard, number of shards and rank of the actions that must be there,
+            [5, actions].
     """
-    slots = np.arange(schedule.num_stages * schedule.num_units)
-    owners = slots // schedule.num_units % schedule.num_ranks
-    groups = schedule.msp_groups
-    rows = [
-        (slot, shard, len(group.ranks), owners[slot] if rank < 0 else rank)
-        for slot, group in groups.items()
-        for shard, rank in enumerate(group.ranks)
-    ]
-    whole = np.setdiff1d(slots, [*groups])
-    alone = [whole, np.zeros_like(whole), np.ones_like(whole), owners[whole]]
-    shards = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    columns = np.concatenate([np.stack(alone), shards], axis=1)
-    return _Actions.needed([np.full(columns.shape[1], F), *columns])
+    actions = schedule.actions
+    units = np.flatnonzero((actions.codes >= 0) & (actions.codes < REDUCE))
+    columns = (actions.codes, actions.slots, actions.shards, actions.widths, actions.ranks)
+    there = np.stack([column[units] for column in columns])
+    both = np.concatenate([there, needed], axis=1)
+    limits = 1 + both.max(axis=1, initial=0)
+    have, want = (np.ravel_multi_index(tuple(rows), tuple(limits)) for rows in (there, needed))
+    for place in np.flatnonzero(~np.isin(want, have))[:_LIMIT].tolist():
+        code, *columns_of_one, rank = needed[:, [place]].astype(np.int32)
+        (action,) = decode(EncodedProgram(code, *columns_of_one), lengths=schedule.lengths)
+        yield Violation(_rules(int(code[0]))[0], f"{action} is missing", int(rank[0]))
+    _, first, inverse = np.unique(have, return_index=True, return_inverse=True)
+    for place in np.flatnonzero(first[inverse] != np.arange(have.size))[:_LIMIT].tolist():
+        text = f"{actions.name(int(units[place]))} is there more than once"
+        yield Violation(_rules(int(there[0, place]))[0], text, *actions.place(int(units[place])))
+    for place in np.flatnonzero(~np.isin(have, want))[:_LIMIT].tolist():
+        _, rule, problem = _rules(int(there[0, place]))
+        text = f"{actions.name(int(units[place]))} {problem}"
+        yield Violation(rule, text, *actions.place(int(units[place])))
 
 
-def _required_slots(schedule: Schedule, actions: _Actions) -> Iterator[tuple[int, _Flags]]:
-    """Yield the kinds of actions besides F, and of which units on which stages each is needed.
+def _rules(code: int) -> tuple[str, str, str]:
+    """Return the rule of completeness of a kind of action, that of its place, and its breach."""
+    if code in _MESSAGES:
+        return "message coverage", "message coverage", "carries nothing that crosses ranks here"
+    misplaced = "is on a rank without the F of the same unit and shard"
+    if code == F:
+        misplaced = "is on a rank that does not hold its stage"
+    return "coverage", "placement", misplaced
+
+
+def _needed(schedule: Schedule) -> Ints:
+    """Return the actions of units that a step needs, as rows of :func:`_compared`.
 
     A copy needs its counterpart, and K and V of a sequence leave a stage for all units or none.
     """
-    every = np.arange(schedule.num_stages * schedule.num_units)
+    actions, holders = schedule.actions, _holders(schedule)
 
-    def there(*codes: int) -> _Flags:
-        return np.isin(every, _slots(actions, *codes))
+    def there(*codes: int) -> Flags:
+        return np.isin(np.arange(actions.size), actions.slots[actions.of(*codes)])
 
-    def of_sequences(some: _Flags) -> _Flags:
+    def of_sequences(some: Flags) -> Flags:
         table = some.reshape(schedule.num_stages, schedule.num_units)
         any_unit = np.logical_or.reduceat(table, schedule.unit_offsets, axis=1)
         return any_unit.repeat([*map(len, schedule.lengths)], axis=1).ravel()
 
-    yield B, np.full(every.shape, bool(there(B).any()))
-    yield W, there(W)
-    for code in (D2H, H2D):
-        yield code, there(D2H, H2D)
-    for code in (D2H_KV, H2D_KV):
-        yield code, of_sequences(there(D2H_KV, H2D_KV))
-    yield KV, of_sequences(there(KV))
+    required = {
+        F: np.ones(actions.size, dtype=bool),
+        B: np.full(actions.size, schedule.is_training),
+        W: there(W),
+        KV: of_sequences(there(KV)),
+        **dict.fromkeys((D2H, H2D), there(D2H, H2D)),
+        **dict.fromkeys((D2H_KV, H2D_KV), of_sequences(there(D2H_KV, H2D_KV))),
+    }
+    parts = []
+    for code, slots in required.items():
+        own = holders[:, slots[holders[0]]]
+        parts.append(np.vstack([np.full(own.shape[1], code), own]))
+    if actions.of(*_MESSAGES).size:
+        wires = ((SEND_ACT, RECV_ACT, 1), (SEND_GRAD, RECV_GRAD, -1))
+        for send, receive, step in wires[: 1 + schedule.is_training]:
+            messages = needed_messages(schedule, code=send)
+            for code, slots, ranks in (
+                (send, messages.slots, messages.senders),
+                (receive, messages.slots + step * schedule.num_units, messages.receivers),
+            ):
+                codes = np.full_like(slots, code)
+                parts.append(np.stack([codes, slots, messages.numbers, messages.counts, ranks]))
+    return np.concatenate(parts, axis=1)
 
 
-def _slots(actions: _Actions, *codes: int) -> npt.NDArray[np.int32]:
-    return actions.with_codes(*codes).program.slots
-
-
-def _compared(
-    schedule: Schedule,
-    *,
-    actions: _Actions,
-    needed: _Actions,
-    rules: tuple[str, str],
-    misplaced: str,
-) -> list[Violation]:
-    """Return the violations of actions that are missing, duplicate or not needed where they are.
-
-    Args:
-        schedule: Schedule of the actions.
-        actions: Actions that are there.
-        needed: Actions that must be there.
-        rules: Rule that missing and duplicate actions break, and that of misplaced ones.
-        misplaced: What is wrong with an action that is not needed.
-    """
-    width = 1 + max(int(a.program.num_shards.max(initial=0)) for a in (actions, needed))
-
-    def keys(some: _Actions) -> _Ints:
-        codes, slots, shards, widths = (column.astype(np.int64) for column in some.program.columns)
-        unit = codes * schedule.num_stages * schedule.num_units + slots
-        return ((unit * width + widths) * width + shards) * schedule.num_ranks + some.ranks
-
-    have, want = keys(actions), keys(needed)
-    _, first, inverse = np.unique(have, return_index=True, return_inverse=True)
-    again = first[inverse] != np.arange(have.size)
-    return [
-        some.violation(schedule, place, rule, problem)
-        for some, wrong, rule, problem in (
-            (needed, ~np.isin(want, have), rules[0], "is missing"),
-            (actions, again, rules[0], "is there more than once"),
-            (actions, ~np.isin(have, want), rules[1], misplaced),
-        )
-        for place in np.flatnonzero(wrong)[:_LIMIT].tolist()
+def _holders(schedule: Schedule) -> Ints:
+    """Return slot, shard, number of shards and rank of every unit or shard, [4, shards]."""
+    slots = np.arange(schedule.actions.size)
+    owners = slots // schedule.num_units % schedule.num_ranks
+    groups = schedule.msp_groups
+    rows = [
+        (slot, shard, len(group.ranks), rank)
+        for slot, group in groups.items()
+        for shard, rank in enumerate(group.ranks)
     ]
+    whole = np.setdiff1d(slots, [*groups])
+    alone = np.stack([whole, np.zeros_like(whole), np.ones_like(whole), owners[whole]])
+    return np.concatenate([alone, np.array(rows, dtype=np.int64).reshape(-1, 4).T], axis=1)
+
+
+def _kv_problems(schedule: Schedule) -> Iterator[Violation]:
+    """Yield the violations of K and V that move where they stay, or move twice."""
+    actions = schedule.actions
+    moved, copied = actions.of(KV, D2H_KV), actions.slots[actions.of(D2H_KV)]
+    both = (actions.codes[moved] == KV) & np.isin(actions.slots[moved], copied)
+    for wrong, problem in (
+        (actions.widths[moved] > 1, "moves K and V of a unit that is cut: they stay"),
+        (both, "recomputes K and V that are copied, too"),
+    ):
+        for action in moved[wrong][:_LIMIT].tolist():
+            text = f"{actions.name(action)} {problem}"
+            yield Violation("copy order", text, *actions.place(action))
 
 
 def _group_problems(schedule: Schedule) -> Iterator[Violation]:
-    """Yield the violations of units that ranks share: their ranks, and the tokens of the shards."""
+    """Yield the violations of units that ranks share: their shards, ranks and tokens."""
     for cut in schedule.cuts:
         name = f"cut of {cut.stage}F{cut.sequence}.{cut.subsequence} into {list(cut.lengths)}"
         tokens = schedule.lengths[cut.sequence][cut.subsequence]
         if sum(cut.lengths) != tokens or min(cut.lengths, default=0) < 1:
             text = f"{name}: must be positive and add up to {tokens} tokens"
             yield Violation("coverage", text)
+    actions = schedule.actions
+    forwards = actions.of(F)
     for slot, group in schedule.msp_groups.items():
-        whole = EncodedProgram.of_whole_units(F, [slot])
-        (action,) = decode(whole, lengths=schedule.lengths)
-        owner = schedule.placement.rank_of(action.stage)
-        if len({*group.ranks}) < len(group.ranks):
-            text = f"{action}: two shards of it are on one rank"
+        shards = forwards[actions.slots[forwards] == slot]
+        first, width = int(shards[0]), len(group.ranks)
+        name = actions.name(first).partition("[")[0]
+        owner = schedule.placement.rank_of(slot // schedule.num_units)
+        if sorted(actions.shards[shards].tolist()) != [*range(width)]:
+            text = f"{name} is cut, and {shards.size} of {width} shards are there"
+            yield Violation("coverage", text, *actions.place(first))
+            continue
+        if len({*group.ranks}) < width:
+            text = f"{name}: two shards of it are on one rank"
             yield Violation("placement", text, group.ranks[0])
         if owner not in group.ranks:
-            text = f"{action}: no shard of it runs on rank {owner}, which has the weights"
+            text = f"{name}: no shard of it runs on rank {owner}, which has the weights"
             yield Violation("placement", text, group.ranks[0])
-        if len(group.lengths) != len(group.ranks) or min(group.lengths) < 1:
-            text = (
-                f"{action} runs in {len(group.ranks)} shards, but its tokens are cut into "
-                f"{list(group.lengths)}"
-            )
+        if len(group.lengths) != width or min(group.lengths) < 1:
+            lengths = list(group.lengths)
+            text = f"{name} runs in {width} shards, but its tokens are cut into {lengths}"
             yield Violation("coverage", text, group.ranks[0])
-
-
-def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """Check that messages, if any, are exactly the needed ones, in the same order at both ends."""
-    messages = _Actions.of(programs).with_codes(SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
-    if not messages.ranks.size:
-        return []
-    found: list[Violation] = []
-    for send, receive in ((SEND_ACT, RECV_ACT), (SEND_GRAD, RECV_GRAD)):
-        needed = needed_messages(schedule, code=send)
-        if send == SEND_GRAD and not schedule.is_training:
-            needed = needed[:0]
-        step = schedule.num_units if send == SEND_ACT else -schedule.num_units
-        slots, shards, widths, senders, receivers = needed.T
-        sends, receives = (messages.with_codes(code) for code in (send, receive))
-        for actions, code, names, ranks in (
-            (sends, send, slots, senders),
-            (receives, receive, slots + step, receivers),
-        ):
-            found += _compared(
-                schedule,
-                actions=actions,
-                needed=_Actions.needed([np.full_like(names, code), names, shards, widths, ranks]),
-                rules=("message coverage", "message coverage"),
-                misplaced="carries nothing that crosses ranks here",
-            )
-        if not found:
-            found += _fifo_problems(schedule, sends, receives, needed=needed, step=step)
-    return found
-
-
-def _fifo_problems(
-    schedule: Schedule, sends: _Actions, receives: _Actions, *, needed: _Ints, step: int
-) -> list[Violation]:
-    """Check that the k-th send and the k-th receive per (sender, receiver) are the same message.
-
-    Args:
-        schedule: Schedule of the messages.
-        sends: SENDs of one wire.
-        receives: RECVs of the wire.
-        needed: Messages of the wire, as of :func:`needed_messages`.
-        step: Difference of the slots of a RECV and its SEND.
-    """
-    slots, shards, _, senders, receivers = needed.T
-    width, edges = int(shards.max(initial=0)) + 1, senders * schedule.num_ranks + receivers
-    sent, received = (
-        np.searchsorted(
-            slots * width + shards, (own.program.slots - behind) * width + own.program.shards
-        )
-        for own, behind in ((sends, 0), (receives, step))
-    )
-    # Actions are in program order, rank by rank, so a stable sort keeps that order.
-    in_order, order = (np.argsort(edges[rows], kind="stable") for rows in (sent, received))
-    found = []
-    for place in np.flatnonzero(sent[in_order] != received[order])[:1].tolist():
-        first = sends.violation(schedule, int(in_order[place]), "message order", "")
-        problem = f"stands where rank {first.rank} sends {first.text.strip()}"
-        found.append(receives.violation(schedule, int(order[place]), "message order", problem))
-    return found

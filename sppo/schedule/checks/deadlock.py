@@ -19,7 +19,7 @@ from sppo.schedule.encoding import KV, RECV_ACT, RECV_GRAD, SEND_ACT, SEND_GRAD,
 from sppo.schedule.graph import Edges, Ints, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import DeadlockError
-from sppo.schedule.simulation.step_actions import StepActions
+from sppo.schedule.step_actions import StepActions
 
 _SHOWN = 4
 
@@ -35,7 +35,7 @@ def check_deadlock_free(schedule: Schedule) -> None:
         DeadlockError: Messages that wait for each other; the message names where the first ranks
             wait.
     """
-    actions = StepActions(schedule)
+    actions = schedule.actions
     # What happens at once waits as one action, the first of it, for all that precedes any of it.
     firsts = np.arange(actions.never + 1)
     shards, first_shards = actions.first_shards()

@@ -24,19 +24,20 @@ Rules, each with the failure that it prevents:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from sppo.schedule.checks.coverage import coverage_problems, message_problems
-from sppo.schedule.checks.state_order import state_problems
+from sppo.schedule.actions import RESIDENT_STAGES
+from sppo.schedule.checks.coverage import coverage_problems
 from sppo.schedule.checks.violations import ScheduleError, Violation
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.encoding import (
     D2H,
+    D2H_GRADIENTS,
     D2H_KV,
     H2D,
+    H2D_GRADIENTS,
     H2D_KV,
+    H2D_WEIGHTS,
     KV,
     RECV_ACT,
     RECV_GRAD,
@@ -44,14 +45,13 @@ from sppo.schedule.encoding import (
     SEND_ACT,
     SEND_GRAD,
     B,
-    EncodedProgram,
     F,
     W,
 )
 from sppo.schedule.graph import Flags, Ints
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import DeadlockError, run_clock
-from sppo.schedule.simulation.step_actions import StepActions
+from sppo.schedule.step_actions import StepActions
 
 _SHOWN = 8
 
@@ -73,33 +73,32 @@ def validate_rules(schedule: Schedule) -> None:
     Raises:
         ScheduleError: A schedule that breaks rules; the message names the first offending actions.
     """
-    violations = _broken_rules(schedule, programs=schedule.encoded)
+    violations = _broken_rules(schedule)
     if violations:
         raise ScheduleError(schedule.name, violations=violations)
 
 
-def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
+def find_violations(schedule: Schedule) -> list[Violation]:
     """Return all violations of `schedule`; rules about order are checked only if coverage holds."""
-    programs = schedule.encoded
-    return _broken_rules(schedule, programs=programs) or _deadlock(schedule)
+    violations = _broken_rules(schedule)
+    if violations:
+        return violations
+    costs = abstract_costs(schedule.num_stages, num_units=schedule.num_units)
+    try:
+        run_clock(schedule, costs=costs)
+    except DeadlockError as error:
+        return [Violation("no deadlock", str(error), error.rank, error.index)]
+    return []
 
 
-def _broken_rules(
-    schedule: Schedule, *, programs: Sequence[EncodedProgram]
-) -> tuple[Violation, ...]:
+def _broken_rules(schedule: Schedule) -> list[Violation]:
     """Return the violations of all rules except "no deadlock"."""
-    found = coverage_problems(schedule, programs=programs)
-    if found:
-        return tuple(found)
-    found = _order_problems(schedule)
-    if not found:
-        found += message_problems(schedule, programs=programs)
-    return tuple(found)
+    return coverage_problems(schedule) or _order_problems(schedule)
 
 
 def _order_problems(schedule: Schedule) -> list[Violation]:
     """Check the rules about the order within the program of each rank."""
-    actions = StepActions(schedule)
+    actions = schedule.actions
     units = actions.ranks * actions.size + actions.slots
     counts = [*map(len, schedule.lengths)]
     before = np.concatenate([np.arange(count) for count in counts])[actions.units]
@@ -126,9 +125,9 @@ def _order_problems(schedule: Schedule) -> list[Violation]:
     late = actions.after(last, actions.of(H2D_KV, KV), of=sequences)
     found += _too_early(actions, "copy order", last, *late)
     found += _reduction_problems(actions, num_ranks=schedule.num_ranks)
-    for rank in range(schedule.num_ranks):
-        found += state_problems(schedule, rank=rank)
-    return found
+    found += _weight_problems(actions)
+    found += _gradient_problems(actions, last_stage=schedule.num_stages - 1)
+    return found or _message_problems(schedule)
 
 
 def _too_early(
@@ -179,11 +178,72 @@ def _reduction_problems(actions: StepActions, *, num_ranks: int) -> list[Violati
     return found
 
 
-def _deadlock(schedule: Schedule) -> tuple[Violation, ...]:
-    """Simulate the schedule, and return a violation if its ranks wait for each other."""
-    costs = abstract_costs(schedule.num_stages, num_units=schedule.num_units)
-    try:
-        run_clock(schedule, costs=costs)
-    except DeadlockError as error:
-        return (Violation("no deadlock", str(error), error.rank, error.index),)
-    return ()
+def _weight_problems(actions: StepActions) -> list[Violation]:
+    """Check that compute reads only weights of the last `RESIDENT_STAGES` stages fetched."""
+    fetched = actions.of(H2D_WEIGHTS)
+    streaming = np.isin(actions.ranks, actions.ranks[fetched])
+    reading = np.flatnonzero(streaming & np.isin(actions.codes, (F, B, KV)))
+    held = np.zeros(reading.shape, dtype=bool)
+    places = np.searchsorted(fetched, reading)
+    for ago in range(1, RESIDENT_STAGES + 1):
+        there = fetched[np.maximum(0, places - ago)]
+        same = (actions.ranks[there] == actions.ranks[reading]) & (places >= ago)
+        held |= same & (actions.stages[there] == actions.stages[reading])
+    return [
+        Violation(
+            "state order",
+            f"{actions.name(action)} reads weights of a stage that are not here",
+            *actions.place(action),
+        )
+        for action in reading[~held][:_SHOWN].tolist()
+    ]
+
+
+def _gradient_problems(actions: StepActions, *, last_stage: int) -> list[Violation]:
+    """Check that gradients are on the device before additions, and that all leave in the end."""
+    leaving, back = actions.of(D2H_GRADIENTS), actions.of(H2D_GRADIENTS)
+    streaming = np.isin(actions.ranks, actions.ranks[np.append(leaving, back)])
+    adds = np.isin(actions.codes, (B, W))
+    adds |= (actions.codes == F) & (actions.stages == last_stage)
+    adding = np.flatnonzero(streaming & adds)
+    reducing = np.flatnonzero(streaming & (actions.codes == REDUCE))
+    stages = actions.stages * (1 + actions.ranks.max()) + actions.ranks
+    present = np.sort(np.concatenate([adding, leaving, back]))
+
+    def have_left(some: Ints) -> Flags:
+        last, is_there = actions.before(some, present, of=stages)
+        is_there &= actions.codes[last] == D2H_GRADIENTS
+        return is_there
+
+    _, is_followed = actions.after(present, present, of=stages)
+    ends = present[~is_followed]
+    _, is_made = actions.before(leaving, present, of=stages)
+    return [
+        Violation("state order", f"{actions.name(action)} {problem}", *actions.place(action))
+        for wrong, problem in (
+            (adding[have_left(adding)], "adds to gradients that have left"),
+            (reducing[have_left(reducing)], "reduces gradients that have left"),
+            (back[~have_left(back)], "brings back gradients that have not left"),
+            (leaving[have_left(leaving) | ~is_made], "takes gradients away that are not here"),
+            (ends[actions.codes[ends] != D2H_GRADIENTS], "leaves gradients that do not leave"),
+        )
+        for action in wrong[:_SHOWN].tolist()
+    ]
+
+
+def _message_problems(schedule: Schedule) -> list[Violation]:
+    """Check that messages from one rank to another are received in the order of their sends."""
+    actions = schedule.actions
+    found = []
+    for send, receive, step in ((SEND_ACT, RECV_ACT, 1), (SEND_GRAD, RECV_GRAD, -1)):
+        sends = actions.of(send)
+        consumers = actions.slots[sends] + step * schedule.num_units
+        receives = actions.at(receive, consumers, actions.shards[sends])
+        links = actions.ranks[sends] * schedule.num_ranks + actions.ranks[receives]
+        in_order, order = np.argsort(links, kind="stable"), np.lexsort((receives, links))
+        for place in np.flatnonzero(receives[in_order] != receives[order])[:1].tolist():
+            sender, receiver = int(sends[in_order[place]]), int(receives[order[place]])
+            rank = actions.ranks[sender]
+            text = f"{actions.name(receiver)} stands where rank {rank} sends {actions.name(sender)}"
+            found.append(Violation("message order", text, *actions.place(receiver)))
+    return found

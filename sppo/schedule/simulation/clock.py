@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from sppo.schedule.costs import Costs, Table
+from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import D2H, D2H_KV, NUM_COMPUTE
 from sppo.schedule.graph import Edges, Floats, Ints, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule
@@ -32,21 +32,14 @@ class DeadlockError(RuntimeError):
         self.index = index
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gaps:
-    """Times in which compute of a rank waits, rank after rank in order, one entry each.
-
-    Attributes:
-        ranks: Rank that waits.
-        begins_s: Start of the wait.
-        ends_s: End of the wait.
-        causes: BUBBLE, COMMUNICATION or COPY.
-    """
+class Waits(NamedTuple):
+    """Times in which compute of a rank waits, rank after rank in order, one entry each."""
 
     ranks: Ints
     begins_s: Floats
     ends_s: Floats
     causes: Ints
+    """BUBBLE, COMMUNICATION or COPY."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,29 +47,19 @@ class Clock:
     """Times of all actions of a step.
 
     Attributes:
-        starts_s: Start of each action, by rank and position in its program.
+        starts_s: Start of each of `Schedule.actions`; 0 for the action that never happens.
         finishes_s: End of each action; of a SEND, the arrival of its message.
-        gaps: Waits of each rank for its compute and between it.
-        busy_until_s: End of the last compute of each rank, [ranks].
+        waits: Waits of each rank for its compute, between it, and behind it to the step's end.
     """
 
-    starts_s: Sequence[Floats]
-    finishes_s: Sequence[Floats]
-    gaps: Gaps
-    busy_until_s: Floats
+    starts_s: Floats
+    finishes_s: Floats
+    waits: Waits
 
     @property
     def end_s(self) -> float:
         """End of the last action."""
-        return max(float(times.max(initial=0.0)) for times in self.finishes_s)
-
-    @property
-    def idle_s(self) -> Table:
-        """Seconds that compute of each rank waits, to the end of the step, [ranks, causes]."""
-        idle, gaps = np.zeros((self.busy_until_s.size, 3)), self.gaps
-        np.add.at(idle, (gaps.ranks, gaps.causes), gaps.ends_s - gaps.begins_s)
-        idle[:, BUBBLE] += self.end_s - self.busy_until_s
-        return idle
+        return float(self.finishes_s.max(initial=0.0))
 
 
 def run_clock(schedule: Schedule, *, costs: Costs, seconds: Floats | None = None) -> Clock:
@@ -109,26 +92,24 @@ def run_clock(schedule: Schedule, *, costs: Costs, seconds: Floats | None = None
     starts[out] = ready[COMMUNICATION][out]
     finishes = np.maximum(ends, step.last_blocks.starts_s(ends))
     finishes[: step.latency_s.size] += step.latency_s
-    parts = np.cumsum([program.codes.size for program in schedule.encoded])
-    busy_until = np.zeros(schedule.num_ranks)
-    np.maximum.at(busy_until, step.actions.ranks[step.actions.compute], ends[step.actions.compute])
-    return Clock(
-        np.split(starts, parts)[:-1],
-        np.split(finishes, parts)[:-1],
-        _gaps(step, ends, ready, busy_until),
-        busy_until,
-    )
+    never = step.actions.never
+    starts[never] = finishes[never] = 0.0
+    waits = _waits(step, ends, ready, until=float(finishes[: never + 1].max()))
+    return Clock(starts[: never + 1], finishes[: never + 1], waits)
 
 
-def _gaps(step: Dependencies, ends: Floats, ready: Floats, busy_until: Floats) -> Gaps:
+def _waits(step: Dependencies, ends: Floats, ready: Floats, *, until: float) -> Waits:
     """Return the waits of compute.
 
     Args:
         step: Services of the step.
         ends: End of each service.
         ready: When each service could start as far as one, two, or all causes tell, [3, services].
-        busy_until: End of the last compute of each rank.
+        until: End of the step.
     """
+    compute, every_rank = step.actions.compute, np.arange(step.actions.num_ranks)
+    busy_until = np.zeros(every_rank.size)
+    np.maximum.at(busy_until, step.actions.ranks[compute], ends[compute])
     actions, services, waiting = step.compute
     ranks = step.actions.ranks[actions]
     free = np.append(0.0, ends[services][:-1])
@@ -138,8 +119,14 @@ def _gaps(step: Dependencies, ends: Floats, ready: Floats, busy_until: Floats) -
     begins, stops = moments.T.ravel(), np.vstack([moments[1:], occupied]).T.ravel()
     ranks = np.repeat(ranks, len(moments))
     causes = np.tile([BUBBLE, COMMUNICATION, COPY, COMMUNICATION], services.size)
-    waits = (stops > begins) & (begins < busy_until[ranks])
-    return Gaps(ranks[waits], begins[waits], stops[waits], causes[waits])
+    is_wait = (stops > begins) & (begins < busy_until[ranks])
+    idles = busy_until < until
+    return Waits(
+        np.append(ranks[is_wait], every_rank[idles]),
+        np.append(begins[is_wait], busy_until[idles]),
+        np.append(stops[is_wait], np.full(idles.sum(), until)),
+        np.append(causes[is_wait], np.full(idles.sum(), BUBBLE)),
+    )
 
 
 def _deadlock(standstill: Standstill, step: Dependencies) -> DeadlockError:

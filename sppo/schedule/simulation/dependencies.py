@@ -51,9 +51,9 @@ from sppo.schedule.encoding import (
     last_subsequence,
 )
 from sppo.schedule.graph import Edges, Floats, Ints, in_turn
+from sppo.schedule.messages import Messages, needed_messages
 from sppo.schedule.msp_costs import msp_seconds
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.step_actions import StepActions
 
 BUBBLE, COMMUNICATION, COPY = range(3)
 """Causes of a wait: an input is not computed, not sent or not reduced, or not copied."""
@@ -69,21 +69,6 @@ class ComputeTurns(NamedTuple):
     """Services that the next turn waits for."""
     waiting: Ints
     """Services that wait for the turn before."""
-
-
-class _Messages(NamedTuple):
-    """Messages of one wire, one entry each."""
-
-    producers: Ints
-    """Actions of the senders that make the tensors."""
-    readers: Ints
-    """Actions that read the tensors."""
-    senders: Ints
-    receivers: Ints
-    numbers: Ints
-    """Numbers of the messages of a unit."""
-    shares: Floats
-    """Fractions of the units' tokens that the messages carry."""
 
 
 class Dependencies:
@@ -117,7 +102,7 @@ class Dependencies:
             f"{schedule.num_stages}, {schedule.num_units}"
         )
         self._schedule, self._costs = schedule, costs
-        self.actions = actions = StepActions(schedule)
+        self.actions = actions = schedule.actions
         self.ranks = actions.ranks
         self.turns = _TURNS * np.arange(actions.never + 1)
         self.seconds = np.zeros(actions.never + 1)
@@ -261,83 +246,50 @@ class Dependencies:
             sources = actions.slots[readers] + step
             has_source = (sources >= 0) & (sources < actions.size)
             readers, producers = readers[has_source], actions.at(code, sources[has_source])
-            messages, others = self._messages(wire, producers, readers)
-            self._read(producers[others], readers[others])
-            self.implied.append(Edges.of(messages.producers, self.inputs[messages.readers]))
-            links.append(self._transfer(wire, messages))
+            messages = needed_messages(self._schedule, code=wire)
+            crosses = np.isin(sources[has_source], messages.slots[messages.counts == 1])
+            crosses &= producers != actions.never
+            self._read(producers[~crosses], readers[~crosses])
+            links.append(self._transfer(wire, code, -step, messages))
         sent, pairs, turns = map(np.concatenate, zip(*links, strict=True))
         self._wait(*in_turn(sent, resources=pairs, turns=turns))
 
-    def _messages(self, wire: int, producers: Ints, readers: Ints) -> tuple[_Messages, Ints]:
-        """Return the messages with results of compute, and the places of results without any."""
-        actions, routes = self.actions, self._schedule.msp_routes
-        num_ranks = self._schedule.num_ranks
-        senders, receivers = (actions.stages[ends] % num_ranks for ends in (producers, readers))
-        routed = np.isin(actions.slots[producers], [slot for code, slot in routes if code == wire])
-        crosses = (senders != receivers) & ~routed & (producers != actions.never)
-        whole = np.flatnonzero(crosses)
-        found = _Messages(
-            producers[whole],
-            readers[whole],
-            senders[whole],
-            receivers[whole],
-            np.zeros_like(whole),
-            np.ones(whole.size),
-        )
-        of_shards = [
-            self._messages_of_shards(wire, int(producers[place]), int(readers[place]))
-            for place in np.flatnonzero(routed & (producers != actions.never)).tolist()
-        ]
-        columns = zip(found, *of_shards, strict=True)
-        return _Messages(*map(np.concatenate, columns)), np.flatnonzero(~crosses)
-
-    def _messages_of_shards(self, wire: int, producer: int, reader: int) -> _Messages:
-        """Return the messages of a unit that is cut on one or both stages."""
-        code, slot = int(self.actions.codes[producer]), int(self.actions.slots[producer])
-        group = self._schedule.msp_groups.get(slot)
-        sent = [
-            (number, route)
-            for number, route in enumerate(self._schedule.msp_routes[wire, slot])
-            if route.sender != route.receiver
-        ]
-        shards = [group.ranks.index(route.sender) if group else 0 for _, route in sent]
-        senders, receivers, numbers = (
-            np.array(
-                [(route.sender, route.receiver, number) for number, route in sent], dtype=np.int64
-            )
-            .reshape(-1, 3)
-            .T
-        )
-        return _Messages(
-            self.actions.at(code, np.full(len(sent), slot), np.array(shards, dtype=np.int64)),
-            np.full(len(sent), reader),
-            senders,
-            receivers,
-            numbers,
-            np.array([route.share for _, route in sent]),
-        )
-
-    def _transfer(self, wire: int, messages: _Messages) -> tuple[Ints, Ints, Ints]:
+    def _transfer(
+        self, wire: int, code: int, step: int, messages: Messages
+    ) -> tuple[Ints, Ints, Ints]:
         """Let messages wait for results, and readers for messages.
+
+        Args:
+            wire: Opcode of the wire's SEND.
+            code: F or B, which makes the tensors and reads them.
+            step: Difference of the slots of reader and maker.
+            messages: Messages of the wire, of which those of absent results are left out.
 
         Returns:
             Service, link and turn of each message.
         """
-        actions, links, num_ranks = self.actions, self._costs.links, self._schedule.num_ranks
+        actions, num_ranks = self.actions, self._schedule.num_ranks
+        producers = actions.at(code, messages.slots, messages.shards)
+        made = np.flatnonzero(producers != actions.never)
+        producers, messages = producers[made], messages.where(made)
+        readers = self.inputs[actions.at(code, messages.slots + step)]
+        self.implied.append(Edges.of(producers, readers))
         pairs = messages.senders * num_ranks + messages.receivers
         used, own = np.unique(pairs, return_inverse=True)
-        found = [links.link(pair // num_ranks, receiver=pair % num_ranks) for pair in used.tolist()]
-        rates = np.array([link.bytes_per_s for link in found])[own]
-        latencies = np.array([link.latency_s for link in found])[own]
-        sizes = self._costs.message_bytes[actions.units[messages.producers]] * messages.shares
+        links = [
+            self._costs.links.link(pair // num_ranks, receiver=pair % num_ranks)
+            for pair in used.tolist()
+        ]
+        rates = np.array([link.bytes_per_s for link in links])[own]
+        latencies = np.array([link.latency_s for link in links])[own]
+        sizes = self._costs.message_bytes[actions.units[producers]] * messages.shares
         if actions.of(SEND_ACT, SEND_GRAD).size:
-            sent = actions.at(wire, actions.slots[messages.producers], messages.numbers)
+            sent = actions.at(wire, messages.slots, messages.numbers)
             self.seconds[sent], self.latency_s[sent] = sizes / rates, latencies
-            self._read(messages.producers, sent)
+            self._read(producers, sent)
         else:
-            sent = self._new_services(sizes / rates, messages.producers, turn=1)
-            self._wait(messages.producers, sent)
-        readers = self.inputs[messages.readers]
+            sent = self._new_services(sizes / rates, producers, turn=1)
+            self._wait(producers, sent)
         self._wait(sent, readers, lag_s=latencies, cause=COMMUNICATION)
         return sent, pairs, self.turns[sent]
 

@@ -1,4 +1,4 @@
-"""Device memory of a rank over the step, by bucket, from the times of its actions.
+"""Device memory of the ranks over the step, by bucket, from the times of all actions.
 
 Buckets:
 
@@ -18,211 +18,170 @@ and their gradients count on the owner alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from sppo.schedule import encoding
 from sppo.schedule.costs import Costs, Table
-from sppo.schedule.encoding import Codes, EncodedProgram
-from sppo.schedule.msp_groups import MspGroup, shard_shares
+from sppo.schedule.encoding import D2H, H2D, H2D_KV, KV, B, F, W
+from sppo.schedule.graph import Floats, Ints
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.timeline import Floats, MemoryTrack
+from sppo.schedule.simulation.clock import Clock
+from sppo.schedule.timeline import MemoryTrack
 
 _SAME_MOMENT = 1e-9
-_Events = tuple[Floats, Floats]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SimulatedProgram:
-    """Program of one rank, with the start and end of each action in a simulation."""
+class _Events(NamedTuple):
+    """Changes of the memory of ranks, one entry each."""
 
-    rank: int
-    program: EncodedProgram
-    start_s: Floats
-    finish_s: Floats
+    ranks: Ints
+    times_s: Floats
+    changes_bytes: Floats
 
-    def forward_slots(self) -> tuple[Codes, Codes]:
-        """Return the slots of the rank's units and shards, ascending, and the places of their F."""
-        which = np.flatnonzero(self.program.codes == encoding.F)
-        order = np.argsort(self.program.slots[which], kind="stable")
-        return self.program.slots[which][order], which[order].astype(np.int32)
+    @classmethod
+    def joined(cls, parts: Sequence[_Events]) -> _Events:
+        """Return the events of all parts."""
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def at(self, code: int, *, slots: Codes, times: Floats) -> Floats:
-        """Return `times` of the actions of one kind by slot; NaN for slots without an action."""
-        by_slot = np.full(slots.shape, np.nan)
-        which = self.program.codes == code
-        by_slot[np.searchsorted(slots, self.program.slots[which])] = times[which]
-        return by_slot
+    def tracks(self, num_ranks: int) -> list[MemoryTrack]:
+        """Return the memory of each rank."""
+        order = np.lexsort((self.times_s, self.ranks))
+        ends = np.searchsorted(self.ranks[order], np.arange(num_ranks), side="right")
+        own = np.split(order, ends)[:-1]
+        return [_track(self.times_s[events], self.changes_bytes[events]) for events in own]
 
 
 def memory_tracks(
-    schedule: Schedule,
-    *,
-    simulated: SimulatedProgram,
-    groups: Mapping[int, MspGroup],
-    costs: Costs,
-) -> Mapping[str, MemoryTrack]:
-    """Return the memory of one rank by bucket, and their "total"."""
-    buckets = _buckets(schedule, simulated=simulated, groups=groups, costs=costs)
-    tracks = {name: _track(events) for name, events in buckets.items()}
-    tracks["total"] = _track(_concatenate(*buckets.values()))
-    return tracks
+    schedule: Schedule, *, clock: Clock, costs: Costs
+) -> list[Mapping[str, MemoryTrack]]:
+    """Return the memory of each rank by bucket, and their "total"."""
+    buckets = _buckets(schedule, clock=clock, costs=costs)
+    buckets["total"] = _Events.joined([*buckets.values()])
+    tracks = [events.tracks(schedule.num_ranks) for events in buckets.values()]
+    return [dict(zip(buckets, own, strict=True)) for own in zip(*tracks, strict=True)]
 
 
-def peak_held_bytes(
-    schedule: Schedule,
-    *,
-    simulated: SimulatedProgram,
-    groups: Mapping[int, MspGroup],
-    costs: Costs,
-) -> float:
-    """Return the peak of the "total" of one rank."""
-    buckets = _buckets(schedule, simulated=simulated, groups=groups, costs=costs)
-    return _track(_concatenate(*buckets.values())).peak_bytes
+def peak_held_bytes(schedule: Schedule, *, clock: Clock, costs: Costs) -> Floats:
+    """Return the peak of the "total" of each rank, [ranks]."""
+    total = _Events.joined([*_buckets(schedule, clock=clock, costs=costs).values()])
+    return np.array([track.peak_bytes for track in total.tracks(schedule.num_ranks)])
 
 
-def _buckets(
-    schedule: Schedule,
-    *,
-    simulated: SimulatedProgram,
-    groups: Mapping[int, MspGroup],
-    costs: Costs,
-) -> dict[str, _Events]:
-    """Return the changes of the memory of one rank by bucket."""
-    slots, indices = simulated.forward_slots()
-    shares = shard_shares(simulated.program, groups=groups)[indices]
-    if (simulated.program.codes == encoding.B).any():
-        return {
-            "activations": _activation_events(simulated, slots=slots, shares=shares, costs=costs),
-            "kv": _concatenate(
-                _sequence_events(
-                    schedule, simulated=simulated, first=encoding.F, sizes=costs.kv_bytes
-                ),
-                _absent_kv(schedule, simulated=simulated, sizes=costs.kv_bytes),
-            ),
-            "kv_gradients": _sequence_events(
-                schedule, simulated=simulated, first=encoding.B, sizes=costs.kv_gradient_bytes
-            ),
-        }
-    return _forward_only(simulated, slots=slots, shares=shares, costs=costs)
-
-
-def _forward_only(
-    simulated: SimulatedProgram, *, slots: Codes, shares: Floats, costs: Costs
-) -> dict[str, _Events]:
-    """Return the buckets of an evaluation: the running unit, and K/V to the program's end."""
-    begin = simulated.at(encoding.F, slots=slots, times=simulated.start_s)
-    finish = simulated.at(encoding.F, slots=slots, times=simulated.finish_s)
-    size = _per_slot(costs.activation_bytes, slots=slots, num_units=costs.num_units) * shares
-    kv = _per_slot(costs.kv_bytes, slots=slots, num_units=costs.num_units) * shares
-    end = np.full(slots.shape, simulated.finish_s.max(initial=0.0))
+def _buckets(schedule: Schedule, *, clock: Clock, costs: Costs) -> dict[str, _Events]:
+    """Return the changes of the memory of all ranks by bucket."""
+    if not schedule.is_training:
+        return _forward_only(schedule, clock=clock, costs=costs)
+    first_s, last_s = _first_starts(schedule, clock, F), _last_finishes(schedule, clock, B)
+    gone_s, back_s = _last_finishes(schedule, clock, F), _first_starts(schedule, clock, H2D_KV, KV)
+    first_backward_s = _first_starts(schedule, clock, B)
+    keys = _of_sequences(schedule, first_s, last_s, costs.kv_bytes)
+    absent = _of_sequences(schedule, gone_s, back_s, -costs.kv_bytes)
+    gradients = _of_sequences(schedule, first_backward_s, last_s, costs.kv_gradient_bytes)
     return {
-        "activations": _concatenate((begin, size), (finish, -size)),
-        "kv": _concatenate((begin, kv), (end, -kv)),
+        "activations": _activations(schedule, clock=clock, costs=costs),
+        "kv": _Events.joined([keys, absent]),
+        "kv_gradients": gradients,
     }
 
 
-def _per_slot(table: Table, *, slots: Codes, num_units: int) -> Floats:
-    """Return the values of a [stage, unit] table, which may be a broadcast view, at given slots."""
-    return table[slots // num_units, slots % num_units]
-
-
-def _activation_events(
-    simulated: SimulatedProgram, *, slots: Codes, shares: Floats, costs: Costs
-) -> _Events:
-    """Return the changes of saved activations of the units and shards that a rank runs."""
-    units = costs.num_units
-    begin = simulated.at(encoding.F, slots=slots, times=simulated.start_s)
-    backward = simulated.at(encoding.B, slots=slots, times=simulated.finish_s)
-    weights = simulated.at(encoding.W, slots=slots, times=simulated.finish_s)
-    size = _per_slot(costs.activation_bytes, slots=slots, num_units=units) * shares
-    offloaded = _per_slot(costs.offload_bytes, slots=slots, num_units=units) * shares
-    if costs.layer_copies:
-        deferred = ~np.isnan(weights)
-        owned = backward[deferred]
-        operands = _per_slot(costs.operand_bytes, slots=slots, num_units=units)[deferred]
-        return _concatenate(
-            (begin, size - offloaded),
-            (backward, offloaded - size),
-            (owned, operands),
-            (weights[deferred], -operands),
-        )
-    end = np.fmax(backward, weights)
-    out = simulated.at(encoding.D2H, slots=slots, times=simulated.finish_s)
-    back = simulated.at(encoding.H2D, slots=slots, times=simulated.start_s)
-    left, returned = ~np.isnan(out), ~np.isnan(back)
-    return _concatenate(
-        (begin, size),
-        (end, -size),
-        (out[left], -offloaded[left]),
-        (back[returned], offloaded[returned]),
+def _held(ranks: Ints, begins_s: Floats, ends_s: Floats, sizes: Floats) -> _Events:
+    """Return the events of memory that is held from `begins_s` to `ends_s`."""
+    return _Events(
+        np.tile(ranks, 2), np.concatenate([begins_s, ends_s]), np.concatenate([sizes, -sizes])
     )
 
 
-def _sequence_events(
-    schedule: Schedule, *, simulated: SimulatedProgram, first: int, sizes: Table
-) -> _Events:
-    """Return the changes of memory held per sequence, from its first action to its last B.
+def _forward_only(schedule: Schedule, *, clock: Clock, costs: Costs) -> dict[str, _Events]:
+    """Return the buckets of an evaluation: the running unit, and K/V to the program's end."""
+    actions = schedule.actions
+    forward = actions.of(F)
+    ranks, at = actions.ranks[forward], (actions.stages[forward], actions.units[forward])
+    begins_s, ends_s = clock.starts_s[forward], clock.finishes_s[forward]
+    last_s = np.zeros(schedule.num_ranks)
+    np.maximum.at(last_s, actions.ranks[:-1], clock.finishes_s[:-1])
+    shares = schedule.shares[forward]
+    return {
+        "activations": _held(ranks, begins_s, ends_s, costs.activation_bytes[at] * shares),
+        "kv": _held(ranks, begins_s, last_s[ranks], costs.kv_bytes[at] * shares),
+    }
+
+
+def _activations(schedule: Schedule, *, clock: Clock, costs: Costs) -> _Events:
+    """Return the changes of saved activations of the units and shards that ranks run."""
+    actions, starts_s, finishes_s = schedule.actions, clock.starts_s, clock.finishes_s
+    forward = actions.of(F)
+    slots, shards, ranks = (
+        column[forward] for column in (actions.slots, actions.shards, actions.ranks)
+    )
+    backward, weights, out, back = (actions.at(code, slots, shards) for code in (B, W, D2H, H2D))
+    at, shares = (actions.stages[forward], actions.units[forward]), schedule.shares[forward]
+    size, offloaded = costs.activation_bytes[at] * shares, costs.offload_bytes[at] * shares
+    deferred = weights != actions.never
+    begins_s, backward_s = starts_s[forward], finishes_s[backward]
+    weights_s = np.where(deferred, finishes_s[weights], backward_s)
+    if costs.layer_copies:
+        operands = np.where(deferred, costs.operand_bytes[at], 0.0)
+        return _Events.joined(
+            [
+                _held(ranks, begins_s, backward_s, size - offloaded),
+                _held(ranks, backward_s, weights_s, operands),
+            ]
+        )
+    left = out != actions.never
+    away = _held(ranks[left], finishes_s[out[left]], starts_s[back[left]], -offloaded[left])
+    ends_s = np.maximum(backward_s, weights_s)
+    return _Events.joined([_held(ranks, begins_s, ends_s, size), away])
+
+
+def _first_starts(schedule: Schedule, clock: Clock, *codes: int) -> Table:
+    """Return the first start of some kinds of actions, [stages, sequences]; infinity for none."""
+    found = np.full((schedule.num_stages, schedule.num_sequences), np.inf)
+    own, places = _of_owners(schedule, *codes)
+    np.minimum.at(found, places, clock.starts_s[own])
+    return found
+
+
+def _last_finishes(schedule: Schedule, clock: Clock, code: int) -> Table:
+    """Return the last end of a kind of actions, [stages, sequences]; minus infinity for none."""
+    found = np.full((schedule.num_stages, schedule.num_sequences), -np.inf)
+    own, places = _of_owners(schedule, code)
+    np.maximum.at(found, places, clock.finishes_s[own])
+    return found
+
+
+def _of_owners(schedule: Schedule, *codes: int) -> tuple[Ints, tuple[Ints, Ints]]:
+    """Return actions of some kinds on the ranks of their stages, and (stages, sequences)."""
+    actions = schedule.actions
+    found = actions.of(*codes)
+    own = found[actions.stages[found] % schedule.num_ranks == actions.ranks[found]]
+    return own, (actions.stages[own], actions.sequences[own])
+
+
+def _of_sequences(schedule: Schedule, begins_s: Table, ends_s: Table, sizes: Table) -> _Events:
+    """Return the events of memory of whole sequences on the ranks of their stages.
 
     Args:
         schedule: Schedule with the sequences and the ranks of the stages.
-        simulated: Program of the rank.
-        first: Opcode of the first action, F or B.
+        begins_s: Moment of allocation, [stages, sequences].
+        ends_s: Moment of release; infinite where no memory is held.
         sizes: Bytes of every unit, [stages, units].
     """
+    is_held = np.isfinite(begins_s) & np.isfinite(ends_s)
     of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets), axis=1)
-    begins, ends = np.full(of_sequences.size, np.inf), np.zeros(of_sequences.size)
-    which, group = _by_sequence(schedule, simulated, first)
-    np.minimum.at(begins, group, simulated.start_s[which])
-    which, group = _by_sequence(schedule, simulated, encoding.B)
-    np.maximum.at(ends, group, simulated.finish_s[which])
-    held = np.isfinite(begins)
-    total = of_sequences.ravel()[held]
-    return _concatenate((begins[held], total), (ends[held], -total))
+    ranks = np.nonzero(is_held)[0] % schedule.num_ranks
+    return _held(ranks, begins_s[is_held], ends_s[is_held], of_sequences[is_held])
 
 
-def _absent_kv(schedule: Schedule, *, simulated: SimulatedProgram, sizes: Table) -> _Events:
-    """Return the changes of K/V that leave after the last F until the first H2D or KV."""
-    of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets), axis=1)
-    gone, back = np.zeros(of_sequences.size), np.full(of_sequences.size, np.inf)
-    which, group = _by_sequence(schedule, simulated, encoding.F)
-    np.maximum.at(gone, group, simulated.finish_s[which])
-    for code in (encoding.H2D_KV, encoding.KV):
-        which, group = _by_sequence(schedule, simulated, code)
-        np.minimum.at(back, group, simulated.start_s[which])
-    leaves = np.isfinite(back)
-    total = of_sequences.ravel()[leaves]
-    return _concatenate((gone[leaves], -total), (back[leaves], total))
-
-
-def _by_sequence(schedule: Schedule, simulated: SimulatedProgram, code: int) -> tuple[Codes, Codes]:
-    """Return positions of one kind of action on the rank's own stages, and (stage, sequence)."""
-    offsets = np.array(schedule.unit_offsets)
-    which = np.flatnonzero(simulated.program.codes == code)
-    stages, unit = np.divmod(simulated.program.slots[which], schedule.num_units)
-    sequence = np.searchsorted(offsets, unit, side="right") - 1
-    own = stages % schedule.num_ranks == simulated.rank
-    return which[own], (stages * len(offsets) + sequence)[own]
-
-
-def _concatenate(*events: _Events) -> _Events:
-    times = np.concatenate([times for times, _ in events])
-    changes = np.concatenate([changes for _, changes in events])
-    return times, changes
-
-
-def _track(events: _Events) -> MemoryTrack:
-    """Return the running sum of changes, one value per moment.
+def _track(times_s: Floats, changes_bytes: Floats) -> MemoryTrack:
+    """Return the running sum of changes in order, one value per moment.
 
     Memory freed and memory allocated at the same moment never add up: the free comes first.
     """
-    times, changes = events
-    order = np.argsort(times, kind="stable")
-    times, values = times[order], np.cumsum(changes[order])
-    last = np.ones(times.shape, dtype=bool)
+    values = np.cumsum(changes_bytes)
+    last = np.ones(times_s.shape, dtype=bool)
     # Times summed from the same durations in another order differ in their last digits.
-    last[:-1] = np.diff(times) > _SAME_MOMENT * times[-1:]
+    last[:-1] = np.diff(times_s) > _SAME_MOMENT * times_s[-1:]
     # Rounding can make the sum slightly negative when everything is released.
-    return MemoryTrack(times[last], np.maximum(values[last], 0.0))
+    return MemoryTrack(times_s[last], np.maximum(values[last], 0.0))

@@ -2,25 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sppo.schedule.costs import CopyEngines, Costs
+from sppo.schedule.costs import CopyEngines, Costs, Table
 from sppo.schedule.encoding import NUM_COMPUTE, REDUCE
+from sppo.schedule.graph import Floats
 from sppo.schedule.in_flight import peak_in_flight
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import Clock, run_clock
 from sppo.schedule.simulation.dependencies import BUBBLE, COMMUNICATION, COPY
-from sppo.schedule.simulation.memory_track import SimulatedProgram, memory_tracks
+from sppo.schedule.simulation.memory_track import memory_tracks, peak_held_bytes
 from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
 
-_CAUSES: Mapping[int, IdleCause] = {
-    BUBBLE: "bubble",
-    COMMUNICATION: "communication",
-    COPY: "copy",
-}
+CAUSES: dict[IdleCause, int] = {"bubble": BUBBLE, "communication": COMMUNICATION, "copy": COPY}
+"""Causes of waits, by name."""
+_NAMES = {cause: name for name, cause in CAUSES.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedStep:
+    """Result of one simulated step, without the times of its actions.
+
+    Attributes:
+        step_s: Seconds from 0 to the end of the last action of any rank.
+        idle_s: Seconds that each rank's compute waits by cause, [ranks, causes], in the order of
+            `CAUSES`.
+        held_bytes: Peak bytes that each rank holds of saved activations, K/V and their gradients,
+            [ranks].
+    """
+
+    step_s: float
+    idle_s: Table
+    held_bytes: Floats
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle fraction of the step: idle time of all ranks, whatever its cause, over all time."""
+        total = len(self.idle_s) * self.step_s
+        return float(self.idle_s.sum()) / total if total else 0.0
+
+    def waited_s(self, rank: int, cause: IdleCause | None = None) -> float:
+        """Return the seconds that a rank is idle, for one cause or for all."""
+        own = self.idle_s[rank]
+        return float(own.sum() if cause is None else own[CAUSES[cause]])
+
+    @property
+    def exposed_copy_s(self) -> float:
+        """Seconds of waits for copies on the rank that waits longest for copies."""
+        return float(self.idle_s[:, COPY].max())
+
+
+def simulate_step(schedule: Schedule, *, costs: Costs) -> SimulatedStep:
+    """Return step time, idle times and peak memory of a step, as those of its timeline."""
+    clock = run_clock(schedule, costs=costs)
+    idle_s, waits = np.zeros((schedule.num_ranks, len(CAUSES))), clock.waits
+    np.add.at(idle_s, (waits.ranks, waits.causes), waits.ends_s - waits.begins_s)
+    held_bytes = peak_held_bytes(schedule, clock=clock, costs=costs)
+    return SimulatedStep(clock.end_s, idle_s, held_bytes)
 
 
 def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
@@ -38,38 +78,34 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
         DeadlockError: Programs that wait for each other in a cycle.
     """
     clock = run_clock(schedule, costs=costs)
-    tracks = []
-    for rank, program in enumerate(schedule.encoded):
-        starts, finishes = clock.starts_s[rank], clock.finishes_s[rank]
-        tracks.append(
-            RankTrack(
-                schedule.programs[rank],
-                starts,
-                finishes,
-                _idle(clock, rank=rank),
-                memory_tracks(
-                    schedule,
-                    simulated=SimulatedProgram(rank, program, starts, finishes),
-                    groups=schedule.msp_groups,
-                    costs=costs,
-                ),
-                peak_in_flight(program, groups=schedule.msp_groups),
-            )
+    ranks = schedule.actions.ranks
+    columns = zip(
+        schedule.programs,
+        memory_tracks(schedule, clock=clock, costs=costs),
+        peak_in_flight(schedule),
+        strict=True,
+    )
+    tracks = tuple(
+        RankTrack(
+            program,
+            clock.starts_s[ranks == rank],
+            clock.finishes_s[ranks == rank],
+            _idle(clock, rank=rank),
+            memory,
+            in_flight,
         )
-    return Timeline(schedule, "simulated", clock.end_s, tuple(tracks))
+        for rank, (program, memory, in_flight) in enumerate(columns)
+    )
+    return Timeline(schedule, "simulated", clock.end_s, tracks)
 
 
 def _idle(clock: Clock, *, rank: int) -> tuple[Idle, ...]:
-    """Return a rank's gaps with their causes, and the bubble after its last compute action."""
-    own, busy_until = clock.gaps.ranks == rank, float(clock.busy_until_s[rank])
-    columns = (clock.gaps.begins_s, clock.gaps.ends_s, clock.gaps.causes)
-    gaps = [
-        Idle(begin, end, _CAUSES[cause])
-        for begin, end, cause in zip(*(column[own].tolist() for column in columns), strict=True)
-    ]
-    if clock.end_s > busy_until:
-        gaps.append(Idle(busy_until, clock.end_s, "bubble"))
-    return tuple(gaps)
+    """Return the waits of one rank."""
+    own = clock.waits.ranks == rank
+    _, *columns = (column[own].tolist() for column in clock.waits)
+    return tuple(
+        Idle(begin, end, _NAMES[cause]) for begin, end, cause in zip(*columns, strict=True)
+    )
 
 
 def step_seconds(timeline: Timeline, *, costs: Costs) -> float:
@@ -85,13 +121,8 @@ def step_seconds(timeline: Timeline, *, costs: Costs) -> float:
         timeline: Timeline of the program, planned or measured.
         costs: Planned costs of the step, of which those of messages are used. Copies cost nothing.
     """
-    seconds = [
-        np.where(
-            (program.codes < NUM_COMPUTE) | (program.codes == REDUCE),
-            track.finish_s - track.start_s,
-            np.nan,
-        )
-        for track, program in zip(timeline.ranks, timeline.schedule.encoded, strict=True)
-    ]
+    codes = timeline.schedule.actions.codes[:-1]
+    seconds = np.concatenate([track.finish_s - track.start_s for track in timeline.ranks])
+    seconds[(codes >= NUM_COMPUTE) & (codes != REDUCE)] = np.nan
     free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
-    return run_clock(timeline.schedule, costs=free, seconds=np.concatenate(seconds)).end_s
+    return run_clock(timeline.schedule, costs=free, seconds=seconds).end_s

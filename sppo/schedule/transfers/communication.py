@@ -59,11 +59,11 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
     turns = _turns(schedule, costs=costs)
     parts: list[list[tuple[_Indices, EncodedProgram]]] = [[] for _ in schedule.encoded]
     for made, send, receive, step in _WIRES:
-        slots, shards, counts, *ends = needed_messages(schedule, code=send).T
+        slots, numbers, counts, *ends, _, _ = needed_messages(schedule, code=send)
         turn, is_made = turns[made, slots], turns[made, slots] < _never(schedule)
         consumers = slots + step * schedule.num_units
         for code, ranks, names in zip((send, receive), ends, (slots, consumers), strict=True):
-            columns = np.full_like(names, code), names, shards, counts
+            columns = np.full_like(names, code), names, numbers, counts
             messages = EncodedProgram(*(column.astype(np.int32) for column in columns))
             for rank, own in enumerate(parts):
                 here = np.flatnonzero((ranks == rank) & is_made)
@@ -124,10 +124,9 @@ def _turns(schedule: Schedule, *, costs: Costs | None) -> _Indices:
         backward_s=np.maximum(costs.backward_s, least),
         weight_s=np.maximum(costs.weight_s, least),
     )
-    actions = EncodedProgram.joined(schedule.encoded)
-    is_compute = actions.codes < NUM_COMPUTE
-    ends = np.concatenate(run_clock(schedule, costs=costs).finishes_s)[is_compute]
-    actions, order = actions.take(is_compute), np.argsort(ends, kind="stable")
+    actions = schedule.actions
+    ends = run_clock(schedule, costs=costs).finishes_s[actions.compute]
+    order = actions.compute[np.argsort(ends, kind="stable")]
     turns = np.full((NUM_COMPUTE, schedule.num_stages * schedule.num_units), _never(schedule))
     np.minimum.at(turns, (actions.codes[order], actions.slots[order]), np.arange(order.size))
     return turns

@@ -72,7 +72,7 @@ def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
     lengths = ((1,) * n,) * m
     plain = generate(schedule, num_ranks=p, num_virtual=v, lengths=lengths)
     program = lower(plain, costs=costs)
-    gaps = run_clock(program, costs=costs).gaps
+    gaps = run_clock(program, costs=costs).waits
     sums = SimpleNamespace(leave=lambda stage, complete: None, bring_back=lambda stage: None)
     settled = []
     provider = SimpleNamespace(reduce=lambda stage: None, wait_reductions=lambda: settled.append(1))

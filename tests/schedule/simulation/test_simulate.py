@@ -15,8 +15,7 @@ from sppo.schedule.costs import CopyEngines, LayerCopies, Link, Links, abstract_
 from sppo.schedule.program import lower
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import DeadlockError
-from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.simulation.simulated_step import IDLE_CAUSES, simulate_step
+from sppo.schedule.simulation.simulate import CAUSES, simulate, simulate_step
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
 from tests.tiers import examples
@@ -282,7 +281,7 @@ def test_a_simulated_step_is_that_of_its_timeline(name, by_layer):
     )
     schedule = lower(plain, costs=costs)
     timeline, step = simulate(schedule, costs=costs), simulate_step(schedule, costs=costs)
-    idle_s = [[track.idle_s(cause) for cause in IDLE_CAUSES] for track in timeline.ranks]
+    idle_s = [[track.idle_s(cause) for cause in CAUSES] for track in timeline.ranks]
     assert step.step_s == timeline.makespan_s
     assert step.idle_s == pytest.approx(np.array(idle_s))
     assert (step.idle_s.sum(axis=0) > 0).all()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, B, EncodedProgram, F
+from sppo.schedule.actions import Lengths
+from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, B, EncodedProgram, F, decode
 from sppo.schedule.graph import NOWHERE, Flags, Ints
-from sppo.schedule.schedule import Schedule
 
 
 class StepActions:
@@ -17,23 +18,29 @@ class StepActions:
     The last entry of each column stands for an action that never happens, number `never`.
 
     Args:
-        schedule: Schedule of the step.
+        programs: Program of each rank.
+        lengths: Tokens of every subsequence of every sequence.
+        num_stages: Number of stages of the pipeline.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        counts = [program.codes.size for program in schedule.encoded]
-        self.never = sum(counts)
+    def __init__(
+        self, programs: Sequence[EncodedProgram], *, lengths: Lengths, num_stages: int
+    ) -> None:
+        counts = [program.codes.size for program in programs]
+        self.never, self.num_ranks = sum(counts), len(counts)
         self.ranks = np.append(np.repeat(np.arange(len(counts)), counts), NOWHERE)
-        columns = EncodedProgram.joined(schedule.encoded).columns
+        self._program, self._lengths = EncodedProgram.joined(programs), lengths
         self.codes, self.slots, self.shards, self.widths = (
             np.append(column, end).astype(np.int64)
-            for column, end in zip(columns, (-1, 0, 0, 1), strict=True)
+            for column, end in zip(self._program.columns, (-1, 0, 0, 1), strict=True)
         )
-        self._schedule = schedule
-        self.size = schedule.num_stages * schedule.num_units
+        num_units = sum(map(len, lengths))
+        self.size = num_stages * num_units
         of_stage = self.codes >= REDUCE
-        self.stages = np.where(of_stage, self.slots, self.slots // schedule.num_units)
-        self.units = np.where(of_stage, 0, self.slots % schedule.num_units)
+        self.stages = np.where(of_stage, self.slots, self.slots // num_units)
+        self.units = np.where(of_stage, 0, self.slots % num_units)
+        starts = np.cumsum([0, *map(len, lengths)])[:-1]
+        self.sequences = np.searchsorted(starts, self.units, side="right") - 1
         self.most_shards = int(self.widths.max())
         self.compute = np.flatnonzero((self.codes >= 0) & (self.codes < NUM_COMPUTE))
         """Compute actions, in order."""
@@ -71,8 +78,8 @@ class StepActions:
         """Return an action as program text."""
         if action == self.never:
             return "an action that no program has"
-        rank, index = self.place(action)
-        return str(self._schedule.programs[rank][index])
+        (named,) = decode(self._program.take(np.array([action])), lengths=self._lengths)
+        return str(named)
 
     def first_shards(self) -> tuple[Ints, Ints]:
         """Return the shards of F and B, and the first shard of the unit of each."""
