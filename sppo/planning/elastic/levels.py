@@ -3,11 +3,10 @@
 Every unit of a step has a *level*: whether backward recomputes the attention class, the linear
 class, both or neither, and whether tensors are offloaded as far as the copies hide behind compute.
 Other ranks wait for recomputation on one rank, so the units of one diagonal of the pipeline have
-the same level and add the time that the slowest of them adds
-(:mod:`sppo.planning.elastic.windows`). All diagonals begin with the level that adds least time.
-While a rank lacks memory, a diagonal gets another level: of those held at the fullest moment of all
-ranks, the one that adds least time for each byte that it frees then. Afterwards, units of ranks
-with free memory recompute less, which slows down no rank.
+the same level and add the time that the slowest of them adds. All diagonals begin with the level
+that adds least time. While a rank lacks memory, a diagonal gets another level: of those held at the
+fullest moment of all ranks, the one that adds least time for each byte that it frees then.
+Afterwards, units of ranks with free memory recompute less, which slows down no rank.
 
 For steps of 32 and 128 samples on 2 to 8 ranks, steps took 0.6 % less to 0.6 % more time than with
 levels from the linear relaxation of this choice, rounded and improved by exchanges. InfiniPipe's
@@ -29,9 +28,11 @@ from sppo.activations.policy import decide
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
+from sppo.cost.memory.walk import Walk, walk_of
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
@@ -41,7 +42,6 @@ from sppo.cost.stage_cost import (
 )
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
-from sppo.planning.elastic.windows import RankWindows, rank_windows
 from sppo.planning.search.bounds import memory_without_activations
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
@@ -128,63 +128,13 @@ def _excess_bytes(evaluated: EvaluatedCandidate) -> Table:
     return excess
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rank:
-    """Bytes and seconds of the units of one rank at every level.
-
-    Attributes:
-        windows: Units that the rank holds at each moment.
-        held: Bytes of each unit from its forward to the end of its backward, [units, levels].
-        running: Bytes that the unit running at each moment needs, [moments, levels].
-        added: Seconds that each level of each unit adds, [units, levels].
-    """
-
-    windows: RankWindows
-    held: Table
-    running: Table
-    added: Table
-
-    def taken(self, levels: Levels) -> Table:
-        """Return the bytes of the rank's windows with given levels of its units, [moments]."""
-        own, units = self.windows, np.arange(len(levels))
-        running = self.running[np.arange(len(own.running)), levels[own.running]]
-        taken: Table = own.holds @ self.held[units, levels] + running + own.fixed_bytes
-        return taken
-
-    def taken_at(self, moment: int) -> Table:
-        """Return the bytes that each unit takes at a moment at every level, [units, levels]."""
-        taken: Table = self.windows.holds[moment][:, None] * self.held
-        taken[self.windows.running[moment]] += self.running[moment]
-        return taken
-
-    def more(self, unit: int, level: int, *, now: int) -> Table:
-        """Return the further bytes of each window with another level of a unit, [moments]."""
-        holds, runs = self.windows.holds[:, unit], self.windows.running == unit
-        of_running = self.running[:, level] - self.running[:, now]
-        more: Table = holds * (self.held[unit, level] - self.held[unit, now]) + runs * of_running
-        return more
-
-    def lowered(self, levels: Levels, *, room: float) -> Levels:
-        """Return levels of the units that add no more time than `levels`, and fit.
-
-        Units that add most time are lowered first.
-        """
-        added, levels, free = self.added, levels.copy(), room - self.taken(levels)
-        for unit in np.argsort(-added[np.arange(len(levels)), levels], kind="stable").tolist():
-            now = int(levels[unit])
-            for level in np.argsort(added[unit], kind="stable").tolist():
-                if added[unit, level] >= added[unit, now]:
-                    break
-                more = self.more(unit, level, now=now)
-                if (more <= np.maximum(free, 0.0)).all():
-                    levels[unit], free = level, free - more
-                    break
-        return levels
-
-
 @dataclass(frozen=True, eq=False)
 class LevelChoice:
     """Bytes and seconds of a candidate at every level. Tables are [levels, stages, subsequences].
+
+    Backwards lie on *diagonals*: the k-th backward of rank r of p is on diagonal k + p - 1 - r. In
+    a steady pipeline, the backwards of one diagonal run at the same time, each rank one unit behind
+    the rank after it (InfiniPipe's C[f2b(k) + d_p - p]).
 
     Attributes:
         candidate: Candidate whose units get levels.
@@ -203,9 +153,56 @@ class LevelChoice:
     added: Table
 
     @cached_property
-    def ranks(self) -> tuple[_Rank, ...]:
-        """Units of each pipeline rank."""
-        return tuple(map(self._rank, rank_windows(self.candidate)))
+    def _walk(self) -> Walk:
+        """Walk along the programs of all ranks."""
+        return walk_of(self.candidate)
+
+    @cached_property
+    def _places(self) -> tuple[Levels, Levels, Levels]:
+        """Places of each unit's F and B among its rank's actions, and its diagonal."""
+        walk, ranks = self._walk, len(self._walk.stages)
+        ends = np.cumsum(walk.is_backward, axis=1) + np.arange(ranks)[::-1, None] - 1
+        actions = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
+        forwards, backwards, diagonals = np.zeros((3, *self.added.shape[1:]), dtype=np.intp)
+        for table, which, values in (
+            (forwards, walk.is_forward, actions),
+            (backwards, walk.is_backward, actions),
+            (diagonals, walk.is_backward, ends),
+        ):
+            table[walk.stages[which], walk.units[which]] = values[which]
+        return forwards, backwards, diagonals
+
+    @property
+    def diagonals(self) -> Levels:
+        """Diagonal of each unit's backward, [stages, subsequences]."""
+        return self._places[2]
+
+    @cached_property
+    def fixed_bytes(self) -> Table:
+        """Bytes during each action that do not depend on levels, [ranks, actions].
+
+        K and V, their gradients, and operands of deferred weight gradients.
+        """
+        walk, units = self._walk, UnitsInFlight(self.candidate)
+        operands = walk.of_actions(weight_operand_bytes(self.candidate))
+        waiting: Table = np.cumsum(operands * walk.defers, axis=1)
+        waiting -= operands * np.maximum(0, walk.defers)
+        return units.kv + units.kv_gradients + waiting
+
+    def taken(self, levels: Levels) -> Table:
+        """Return the bytes during each forward and backward, [ranks, actions]; 0 during others.
+
+        Args:
+            levels: Level of each unit, [stages, subsequences].
+        """
+        walk = self._walk
+        saved, forward, backward = (
+            walk.of_actions(np.take_along_axis(table, levels[None], axis=0)[0])
+            for table in (self.held_bytes, self.forward_bytes, self.backward_bytes)
+        )
+        held = np.cumsum(saved * walk.begins, axis=1) + saved * walk.is_backward
+        held += np.where(walk.is_forward, forward, backward) + self.fixed_bytes
+        return held * (walk.is_forward | walk.is_backward)
 
     @cached_property
     def least_memory(self) -> EvaluatedCandidate:
@@ -220,7 +217,8 @@ class LevelChoice:
     @cached_property
     def room(self) -> Table:
         """Bytes on each rank for units and their K and V, [ranks]."""
-        return self._peak_bytes(self._last_level) - _excess_bytes(self.least_memory)
+        most: Table = self.taken(self._last_level).max(axis=1)
+        return most - _excess_bytes(self.least_memory)
 
     @property
     def _last_level(self) -> Levels:
@@ -241,11 +239,11 @@ class LevelChoice:
             found = self.evaluated(chosen)
             if found.shortfall is None:
                 return found
-            room = np.minimum(room, self._peak_bytes(chosen) - _excess_bytes(found))
+            room = np.minimum(room, self.taken(chosen).max(axis=1) - _excess_bytes(found))
         return self.least_memory
 
     def levels(self, room: Table) -> Levels | None:
-        """Return the level of each unit, [stages, N]; None if no levels are found that fit.
+        """Return the level of each unit, [stages, subsequences]; None if none are found that fit.
 
         Args:
             room: Bytes on each rank for units and their K and V, [ranks].
@@ -253,10 +251,9 @@ class LevelChoice:
         of_diagonals = self.of_diagonals(room)
         if of_diagonals is None:
             return None
-        levels = np.zeros(self.held_bytes.shape[1:], dtype=np.intp)
-        for rank, most in zip(self.ranks, room.tolist(), strict=True):
-            own = rank.windows
-            levels[own.stages, own.units] = rank.lowered(of_diagonals[own.diagonals], room=most)
+        levels: Levels = of_diagonals[self.diagonals]
+        for rank, free in enumerate(room[:, None] - self.taken(levels)):
+            self._lower(levels, rank, free)
         return levels
 
     def of_diagonals(self, room: Table) -> Levels | None:
@@ -265,34 +262,33 @@ class LevelChoice:
         Args:
             room: Bytes on each rank for units and their K and V, [ranks].
         """
-        added = self.added_by_diagonals
-        levels: Levels = added.argmin(axis=1)
-        left = [
-            most - rank.taken(levels[rank.windows.diagonals])
-            for rank, most in zip(self.ranks, room.tolist(), strict=True)
-        ]
-        while min(own.min() for own in left) < 0:
-            fullest = min(range(len(left)), key=lambda rank: left[rank].min())
-            change = self._cheapest(levels, fullest, int(left[fullest].argmin()))
+        levels: Levels = self.added_by_diagonals.argmin(axis=1)
+        left = room[:, None] - self.taken(levels[self.diagonals])
+        while left.min() < 0:
+            rank, action = divmod(int(left.argmin()), left.shape[1])
+            change = self._cheapest(levels, rank, action)
             if change is None:
                 return None
             diagonal, level = change
-            for place, rank in enumerate(self.ranks):
-                for unit in np.flatnonzero(rank.windows.diagonals == diagonal).tolist():
-                    left[place] -= rank.more(unit, level, now=int(levels[diagonal]))
+            for stage, unit in np.argwhere(self.diagonals == diagonal).tolist():
+                span, more = self._more(stage, unit, level, now=int(levels[diagonal]))
+                left[stage % len(left), span] -= more
             levels[diagonal] = level
         return levels
 
     @cached_property
     def added_by_diagonals(self) -> Table:
         """Seconds that each level of each diagonal adds, [diagonals, levels]."""
-        diagonals = max(int(rank.windows.diagonals.max()) for rank in self.ranks) + 1
-        added = np.zeros((diagonals, len(self.placements)))
-        for rank in self.ranks:
-            np.maximum.at(added, rank.windows.diagonals, rank.added)
+        added = np.zeros((int(self.diagonals.max()) + 1, len(self.placements)))
+        np.maximum.at(added, self.diagonals, np.moveaxis(self.added, 0, -1))
         return added
 
-    def _cheapest(self, levels: Levels, rank: int, moment: int) -> tuple[int, int] | None:
+    def _of_rank(self, rank: int) -> tuple[Levels, Levels]:
+        """Return stages and subsequences of the units of a rank, in the order of its backwards."""
+        own = self._walk.is_backward[rank]
+        return self._walk.stages[rank, own], self._walk.units[rank, own]
+
+    def _cheapest(self, levels: Levels, rank: int, action: int) -> tuple[int, int] | None:
         """Return the diagonal and its level that free memory of a rank at a moment most cheaply.
 
         The level adds more time than that of the diagonal now, so that no level comes back.
@@ -300,20 +296,61 @@ class LevelChoice:
         Args:
             levels: Level of each diagonal.
             rank: Pipeline rank.
-            moment: Index of the moment.
+            action: Place of the action that runs at that moment.
         """
-        diagonals, taken = self.ranks[rank].windows.diagonals, self.ranks[rank].taken_at(moment)
+        own = self._of_rank(rank)
+        forwards, backwards, diagonals = (places[own] for places in self._places)
+        held, forward, backward = (
+            table[:, *own].T for table in (self.held_bytes, self.forward_bytes, self.backward_bytes)
+        )
+        taken = held * ((forwards <= action) & (action <= backwards))[:, None]
+        taken += forward * (forwards == action)[:, None]
+        taken += backward * (backwards == action)[:, None]
         now = levels[diagonals][:, None]
         added = self.added_by_diagonals[diagonals]
-        more, freed = (
-            added - np.take_along_axis(added, now, axis=1),
-            np.take_along_axis(taken, now, axis=1) - taken,
-        )
+        more = added - np.take_along_axis(added, now, axis=1)
+        freed = np.take_along_axis(taken, now, axis=1) - taken
         is_new = (more > 0) | ((more == 0) & (np.arange(added.shape[1]) > now))
         price = np.full(added.shape, np.inf)
         np.divide(more, freed, out=price, where=is_new & (freed > 0))
-        unit, level = divmod(int(price.argmin()), added.shape[1])
-        return None if np.isinf(price[unit, level]) else (int(diagonals[unit]), level)
+        place, level = divmod(int(price.argmin()), added.shape[1])
+        return None if np.isinf(price[place, level]) else (int(diagonals[place]), level)
+
+    def _lower(self, levels: Levels, rank: int, free: Table) -> None:
+        """Give units of a rank levels that add less time, where there is room.
+
+        Units that add most time are lowered first.
+
+        Args:
+            levels: Level of each unit, [stages, subsequences]; updated.
+            rank: Pipeline rank.
+            free: Free bytes during each of its actions; updated.
+        """
+        own = self._of_rank(rank)
+        order = np.argsort(-self.added[levels[own], *own], kind="stable")
+        for stage, unit in zip(*(column[order].tolist() for column in own), strict=True):
+            added, now = self.added[:, stage, unit], int(levels[stage, unit])
+            for level in np.argsort(added, kind="stable").tolist():
+                if added[level] >= added[now]:
+                    break
+                span, more = self._more(stage, unit, level, now=now)
+                if (more <= np.maximum(free[span], 0.0)).all():
+                    levels[stage, unit] = level
+                    free[span] -= more
+                    break
+
+    def _more(self, stage: int, unit: int, level: int, *, now: int) -> tuple[slice, Table]:
+        """Return during which actions a unit is held, and the further bytes with another level."""
+        forwards, backwards, _ = self._places
+        first, last = int(forwards[stage, unit]), int(backwards[stage, unit])
+        held, forward, backward = (
+            table[level, stage, unit] - table[now, stage, unit]
+            for table in (self.held_bytes, self.forward_bytes, self.backward_bytes)
+        )
+        more = np.full(last - first + 1, held)
+        more[0] += forward
+        more[-1] += backward
+        return slice(first, last + 1), more
 
     def evaluated(self, levels: Levels) -> EvaluatedCandidate:
         """Return the candidate evaluated with given levels of units, [stages, subsequences]."""
@@ -331,25 +368,6 @@ class LevelChoice:
             self.candidate, held=self.held_bytes[level], running=running, room=self.room
         )
         return replace(self, candidate=replace(self.candidate, forwards_before_backward=paced))
-
-    def _rank(self, own: RankWindows) -> _Rank:
-        """Return the units of one rank."""
-        held, forward, backward, added = map(
-            own.of_units, (self.held_bytes, self.forward_bytes, self.backward_bytes, self.added)
-        )
-        is_backward = own.is_backward[:, None]
-        running = np.where(is_backward, backward[own.running], forward[own.running])
-        return _Rank(own, held, running, added)
-
-    def _peak_bytes(self, levels: Levels) -> Table:
-        """Return the bytes of the fullest window of each rank, [ranks]."""
-        places = [(rank.windows.stages, rank.windows.units) for rank in self.ranks]
-        return np.array(
-            [
-                rank.taken(levels[at]).max(initial=0.0)
-                for rank, at in zip(self.ranks, places, strict=True)
-            ]
-        )
 
 
 def level_choice(candidate: Candidate, *, levels: Sequence[Level]) -> LevelChoice:

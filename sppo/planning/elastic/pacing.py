@@ -12,10 +12,10 @@ soon as it has room.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
@@ -25,8 +25,7 @@ from sppo.schedule.costs import Table
 from sppo.schedule.encoding import B, F
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
-
-Indices = npt.NDArray[np.intp]
+from sppo.schedule.orders.steps import Indices
 
 
 def can_be_paced(candidate: Candidate) -> bool:
@@ -56,46 +55,45 @@ def pace_forwards(
         running: Bytes of a unit while it runs.
         room: Bytes available for units, their K and V, and the gradients of K and V, [ranks].
     """
-    order = _backward_order(candidate)
-    paced: list[tuple[int, ...]] = []
     codes, _ = encoded_orders(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
     )
-    for rank, own_codes in enumerate(codes):
-        most = np.cumsum(own_codes == F)[own_codes == B]
+    spans = candidate.distinct_sequences
+    needed = np.concatenate([np.full(own.stop - own.start, own.stop) for own in spans])
+    backwards = np.concatenate([np.arange(own.start, own.stop)[::-1] for own in spans])
+    paced: list[tuple[int, ...]] = []
+    for rank, own in enumerate(_bytes_of_ranks(candidate, backwards, held=held)):
+        most = np.cumsum(codes[rank] == F)[codes[rank] == B]
         if paced:
             before = np.array(paced[-1])
-            most = np.minimum(most, np.where(before < len(order.units), before - 1, before))
-        own = _rank_bytes(candidate, order, held=held[rank], rank=rank)
-        paced.append(
-            own.forwards_before_backward(
-                order, running, most=most, room=float(room[rank]), rank=rank
-            )
-        )
+            most = np.minimum(most, np.where(before < len(needed), before - 1, before))
+        beside = running.backward[rank][backwards] + own.gradients
+        fitting = np.searchsorted(own.taken, room[rank] - beside + own.freed, side="right") - 1
+        # Units that have begun also take memory during later backwards.
+        until = np.minimum(most, np.maximum(needed, fitting))
+        until = np.minimum.accumulate(until[::-1])[::-1]
+        spare = room[rank] - own.taken[1:] - running.forward[rank]
+        paced.append((*_begun(until, needed, spare=spare, freed=own.freed),))
     return tuple(paced)
 
 
-class _BackwardOrder(NamedTuple):
-    """Order of the backwards of a rank with one stage; forwards run in the order of the units."""
+def _begun(until: Indices, needed: Indices, *, spare: Table, freed: Table) -> Iterator[int]:
+    """Yield the number of forwards begun before each backward of a rank.
 
-    units: Indices
-    """Unit of each backward, [backwards]."""
-    needed: Indices
-    """Number of forwards up to the last one of each backward's sequence, [backwards]."""
-    firsts: Indices
-    """Index of the first unit, and of the first backward, of each sequence, [sequences]."""
-    ends: Indices
-    """One past the index of the last unit of each sequence, [sequences]."""
-
-
-def _backward_order(candidate: Candidate) -> _BackwardOrder:
-    spans = candidate.distinct_sequences
-    firsts, ends = (np.array([getattr(own, name) for own in spans]) for name in ("start", "stop"))
-    needed = np.repeat(ends, ends - firsts)
-    begins = np.repeat(firsts, ends - firsts)
-    return _BackwardOrder(begins + needed - 1 - np.arange(len(needed)), needed, firsts, ends)
+    Args:
+        until: Most forwards before each backward, [backwards].
+        needed: Number of forwards up to the last one of each backward's sequence, [backwards].
+        spare: Bytes that are left while each forward runs if no backward has run, [forwards].
+        freed: Bytes freed before each backward, [backwards].
+    """
+    done = 0
+    for most, least, free in zip(until.tolist(), needed.tolist(), freed.tolist(), strict=True):
+        done = max(done, least)
+        while done < most and spare[done] + free >= 0:
+            done += 1
+        yield done
 
 
 class _RankBytes(NamedTuple):
@@ -108,52 +106,34 @@ class _RankBytes(NamedTuple):
     gradients: Table
     """Bytes of K/V gradients that each backward allocates; 0 after a sequence's first, [units]."""
 
-    def forwards_before_backward(
-        self, order: _BackwardOrder, running: Running, *, most: Indices, room: float, rank: int
-    ) -> tuple[int, ...]:
-        """Return the number of forwards begun before each backward: `most`, if there is room.
 
-        Args:
-            order: Order of the rank's backwards.
-            running: Bytes of a unit while it runs.
-            most: Number of forwards that the schedule begins before each backward, [units].
-            room: Bytes available on the rank.
-            rank: Pipeline rank.
-        """
-        beside = running.backward[rank][order.units] + self.gradients
-        fitting = np.searchsorted(self.taken, room - beside + self.freed, side="right") - 1
-        # Units that have begun also take memory during later backwards.
-        until = np.minimum(most, np.maximum(order.needed, fitting))
-        until = np.minimum.accumulate(until[::-1])[::-1]
-        during = self.taken[1:] + running.forward[rank]
-        found: list[int] = []
-        done = 0
-        for backward, (end, needed) in enumerate(zip(until, order.needed, strict=True)):
-            done = max(done, int(needed))
-            while done < end and during[done] - self.freed[backward] <= room:
-                done += 1
-            found.append(done)
-        return tuple(found)
+def _bytes_of_ranks(
+    candidate: Candidate, backwards: Indices, *, held: Table
+) -> Iterator[_RankBytes]:
+    """Yield the bytes of each rank.
 
-
-def _rank_bytes(
-    candidate: Candidate, order: _BackwardOrder, *, held: Table, rank: int
-) -> _RankBytes:
-    count = len(held)
+    Args:
+        candidate: Candidate that can be paced.
+        backwards: Unit of each backward.
+        held: Bytes of a unit from its forward to the end of its backward, [stages, units].
+    """
+    count, places = len(backwards), np.arange(len(backwards))
+    spans, kv = candidate.distinct_sequences, kv_tokens(candidate)
+    firsts, ends = (np.array([getattr(own, name) for own in spans]) for name in ("start", "stop"))
     tokens = np.array([sequence.tokens for sequence in candidate.packed], dtype=np.float64)
-    kv = kv_tokens(candidate)
-    keys, of_keys = kv.kv[rank] * tokens, kv.gradients[rank] * tokens
-    allocated, released = np.zeros((2, count + 1))
-    allocated[1:], released[1:] = held, held[order.units]
-    allocated[order.firsts + 1] += keys
-    released[order.ends] += keys + of_keys
-    # The first backward of a sequence allocates K/V gradients; they count after it, not before.
-    released[order.firsts + 1] -= of_keys
-    freed = np.cumsum(released)[:count]
-    gradients = np.zeros(count)
-    gradients[order.firsts] = of_keys
-    if candidate.schedule in DEFERRING_WEIGHTS:
-        formed = np.cumsum(np.pad(weight_operand_bytes(candidate)[rank][order.units], (1, 0)))
-        places = np.arange(count)
-        freed = freed - (formed[places] - formed[np.maximum(0, places - rank)])
-    return _RankBytes(np.cumsum(allocated), freed, gradients)
+    for rank in range(candidate.pipeline_parallel_degree):
+        keys, of_keys = kv.kv[rank] * tokens, kv.gradients[rank] * tokens
+        allocated, released = np.zeros((2, count + 1))
+        allocated[1:], released[1:] = held[rank], held[rank][backwards]
+        allocated[firsts + 1] += keys
+        released[ends] += keys + of_keys
+        # The first backward of a sequence allocates K/V gradients; they count after it.
+        released[firsts + 1] -= of_keys
+        freed = np.cumsum(released)[:count]
+        gradients = np.zeros(count)
+        gradients[firsts] = of_keys
+        if candidate.schedule in DEFERRING_WEIGHTS:
+            operands = weight_operand_bytes(candidate)[rank][backwards]
+            formed = np.cumsum(np.pad(operands, (1, 0)))
+            freed -= formed[places] - formed[np.maximum(0, places - rank)]
+        yield _RankBytes(np.cumsum(allocated), freed, gradients)

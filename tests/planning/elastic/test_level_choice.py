@@ -1,6 +1,6 @@
 """Levels of small steps fit, counted along the program, and add little time.
 
-The expected cost of a choice is counted without windows: diagonals come from the backwards of the
+The expected cost of a choice is counted by other means: diagonals come from the backwards of the
 generated program, memory from a walk along the program.
 """
 
@@ -19,6 +19,10 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.planning.elastic.levels import LEVELS, level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.generate import generate
+from sppo.schedule.program import lower
+from sppo.schedule.simulation.simulate import simulate
 from tests.planning.elastic.test_step_search import planner
 from tests.planning.elastic.walked_memory import schedule_of, walked_peaks
 from tests.schedule.pacing import forwards_between
@@ -52,7 +56,7 @@ def small_choices(draw):
     count = draw(st.integers(2, 3))
     choice = level_choice(candidate, levels=LEVELS[:count])
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    size = float(choice.ranks[0].windows.fixed_bytes.max())
+    size = float(choice.fixed_bytes[0].max())
     held, forward, backward, added = random.random((4, *choice.added.shape))
     choice = replace(
         choice,
@@ -148,3 +152,26 @@ def test_units_are_lowered_only_where_there_is_room_and_nobody_waits(given_choic
     assert (chosen(choice.added, lowered) <= chosen(choice.added, alike)).all()
     assert (np.array(choice_peaks(choice, lowered, schedule)) <= room * (1 + 1e-9)).all()
     assert added_by(choice, diagonals, lowered) <= added_by(choice, diagonals, alike)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("diagonal", [8, 11, 13])
+def test_what_a_diagonal_adds_is_added_once(ranks, diagonal):
+    """All ranks recompute for as long at the same time; one rank, and the others wait for it."""
+    lengths, count = ((1,) * 8, (1,) * 8, (1,) * 8), 24
+
+    def step_s(recomputed):
+        costs = abstract_costs(ranks, num_units=count, backward_s=2.0, weight_s=0.0)
+        backward_s = costs.backward_s.copy()
+        for stage, unit in recomputed:
+            backward_s[stage, unit] += 0.5
+        costs = replace(costs, backward_s=backward_s)
+        schedule = generate("seq1f1b", num_ranks=ranks, lengths=lengths)
+        return simulate(lower(schedule, costs=costs), costs=costs).makespan_s
+
+    backwards = [8 * sequence + unit for sequence in range(3) for unit in reversed(range(8))]
+    on_diagonal = [(rank, backwards[diagonal - (ranks - 1 - rank)]) for rank in range(ranks)]
+    before = step_s([])
+    assert step_s(on_diagonal) - before == pytest.approx(0.5)
+    elsewhere = [(rank, backwards[diagonal - rank]) for rank in range(ranks)]
+    assert step_s(elsewhere) - before > 0.5
