@@ -98,8 +98,6 @@ class Engine:
         policy: Activation policy, see :mod:`sppo.activations.policy`; ignored if `pipeline` has
             placements.
         pipeline: The stages of this rank, their plan, and links to other ranks.
-        streams: Weights and gradient sums that live in another tier and that the program moves;
-            `weights` and `gradients` must provide the same tensors to the stages.
         offloaded: Store for offloaded tensors of this rank; closed with the engine.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         stopwatch: Clock of the actions; None uses the host's clock.
@@ -119,7 +117,6 @@ class Engine:
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
         pipeline: Pipeline = ALONE,
-        streams: StateStreams = StateStreams(),  # noqa: B008 - replaced before its use
         offloaded: BlockStore | None = None,
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
@@ -142,16 +139,16 @@ class Engine:
         if self._stacks:
             self._store.retained = RetainedTensors(in_stack=True, poison=debug)
         self._state = StateStreams(
-            streams.weights,
-            streams.gradients,
+            self._weights.streamed,
+            None if self._gradients is None else self._gradients.streamed,
             self._gradients,
             stages=pipeline.layers(model.num_layers).keys(),
         )
         self._programs = StepPrograms(
             pipeline,
             policy=policy,
-            streams_weights=streams.weights is not None,
-            streams_gradients=streams.gradients is not None,
+            streams_weights=self._state.weights is not None,
+            streams_gradients=self._state.gradients is not None,
         )
         self._loss_terms, self._debug = loss_terms, debug
         self._start_anew()
@@ -288,6 +285,14 @@ class Engine:
         no_tokens = [torch.empty(cuts[-1], dtype=torch.long) for cuts in boundaries]
         step, units = self._laid_out([SequenceData(t_S, t_S) for t_S in no_tokens], boundaries)
         self._prepare(step, units, reserve=BlockStore.reserve_host)
+
+    def await_gradients(self) -> None:
+        """Block the host until streamed gradients of a step may be read in their tier.
+
+        The device must have finished the step: the wait has no timeout.
+        """
+        if self._state.gradients is not None:
+            self._state.gradients.arrive()
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""

@@ -52,24 +52,19 @@ class RowMessage:
 
     def gather(self, shard: Tensor) -> RowMessage:
         """Start to fill the row with the shards of all ranks; return this message."""
-        with peer_errors(self._what("gathering")):
-            self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
+        self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
         return self
 
     def reduce(self) -> None:
         """Start to sum the row over the ranks; afterwards only this rank's interval is defined."""
         own = self.whole[self.layout.own]
-        with peer_errors(self._what("reducing the gradient of")):
-            self._work = reduce_scatter(own, self.whole, group=self._group, async_op=True)
+        self._work = reduce_scatter(own, self.whole, group=self._group, async_op=True)
 
     def wait(self) -> Tensor:
         """Wait until the message is done, and return the row."""
-        with peer_errors(self._what("waiting for")):
+        with peer_errors(f"waiting for {self.key}"):
             self._work.wait()
         return self.whole
-
-    def _what(self, verb: str) -> str:
-        return f"{verb} {next(iter(self.layout.shapes))}"
 
 
 class RowBuckets:
@@ -103,16 +98,12 @@ class RowBuckets:
         """
         for part_RN in self._parts(row):
             bucket_RN = part_RN.contiguous()
-            own_N = bucket_RN[self._rank]
-            with peer_errors("reducing gradients"):
-                if self._shards_state:
-                    sums, target = own_N, part_RN[self._rank]
-                    work = reduce_scatter(
-                        own_N, bucket_RN.view(-1), group=self._group, async_op=True
-                    )
-                else:
-                    sums, target = bucket_RN, part_RN
-                    work = dist.all_reduce(bucket_RN, group=self._group, async_op=True)
+            if self._shards_state:
+                sums, target = bucket_RN[self._rank], part_RN[self._rank]
+                work = reduce_scatter(sums, bucket_RN.view(-1), group=self._group, async_op=True)
+            else:
+                sums, target = bucket_RN, part_RN
+                work = dist.all_reduce(sums, group=self._group, async_op=True)
             self._under_way.append((work, partial(target.copy_, sums)))
 
     def gather(self, row: Tensor) -> None:

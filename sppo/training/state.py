@@ -21,7 +21,6 @@ from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.state_tiers import StateTiers
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf_reading import open_hf_weights
@@ -63,8 +62,6 @@ class TrainingState:
     """Flat rows of its stages' weights in the compute dtype: whole, or this rank's shards."""
     gradients: Mapping[str, Tensor]
     """Flat rows of fp32 sums of gradients over the step: whole, or this rank's shards."""
-    streamed_gradients: StreamedGradients | None
-    """Gradients that are copied from and to the device stage by stage; None if all stay there."""
     optimizer: AdamW | HostAdamW
     """Optimizer of what this rank updates."""
     memory: StateMemory | None
@@ -85,13 +82,13 @@ class TrainingState:
             await_device: Returns when the device has done all issued work, or raises an error.
                 Without this wait the host would block on copies of a rank that hangs.
         """
-        if self.streamed_gradients is None:
+        if self.tiers.streams_gradients:
+            await_device()
+            self.engine.await_gradients()
+            self.sharded.finish(self.gradients)
+        else:
             self.sharded.finish(self.gradients)
             await_device()
-            return
-        await_device()
-        self.streamed_gradients.arrive()
-        self.sharded.finish(self.gradients)
 
     def norm(self, peers: HostCollectives) -> Tensor:
         """Return the Euclidean norm of the gradients of all ranks."""
@@ -168,8 +165,6 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     sharded = ShardedState(
         run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
-    stages = sharded.keys_of_stages
-    streamed_weights = streamed_gradients = None
     with ExitStack() as on_failure:
         memory, lane = _tier(job, tiers)
         if lane is not None:
@@ -178,20 +173,14 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
         weights = rows(sharded.weight_shapes, DTYPES[run.train.dtype], tiers.streams_weights)
         optimizer = _optimizer(job, tiers, sharded, weights, memory=memory, lane=lane)
         gradients = rows(sharded.gradient_shapes, torch.float32, tiers.streams_gradients)
-        if lane is not None and tiers.streams_weights:
-            streamed_weights = StreamedWeights(weights, lane=lane, stages=stages, device=place)
-        if lane is not None and tiers.streams_gradients:
-            streamed_gradients = StreamedGradients(
-                gradients, lane=lane, stages=stages, device=place
-            )
+        streamed = {"stages": sharded.keys_of_stages, "device": place, "lane": lane}
+        used = StreamedWeights(weights, **streamed) if tiers.streams_weights else weights
+        sums = StreamedGradients(gradients, **streamed) if tiers.streams_gradients else gradients
         device.trim()  # frees memory that only the initialization used
-        used = weights if streamed_weights is None else streamed_weights
-        summed = gradients if streamed_gradients is None else streamed_gradients
         engine = Engine(
             run.model,
             weights=sharded.provider(used),
-            gradients=sharded.gradient_provider(summed),
-            streams=StateStreams(streamed_weights, streamed_gradients),
+            gradients=sharded.gradient_provider(sums),
             pipeline=pipeline,
             offloaded=_block_store(job, plan),
             loss_terms=loss_terms(run),
@@ -202,17 +191,7 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
         if device.kind == "cuda":  # page-locking takes long, and other ranks would wait in a step
             engine.reserve_host([plan.boundaries] * plan.sequences)
         on_failure.pop_all()
-    return TrainingState(
-        sharded,
-        tiers,
-        weights,
-        gradients,
-        streamed_gradients,
-        optimizer,
-        memory,
-        lane,
-        engine,
-    )
+    return TrainingState(sharded, tiers, weights, gradients, optimizer, memory, lane, engine)
 
 
 def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:

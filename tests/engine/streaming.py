@@ -6,7 +6,6 @@ import torch
 
 from sppo.engine.engine import Engine
 from sppo.engine.providers.gradients import GradientProvider
-from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.engine.providers.weights import WeightProvider
 from sppo.model.gradients import zero_gradients
@@ -74,7 +73,6 @@ class Streamed:
             model,
             weights=WeightProvider(self.weights),
             gradients=GradientProvider(self.sums),
-            streams=StateStreams(self.weights, self.sums),
             pipeline=pipeline,
             debug=True,
         )

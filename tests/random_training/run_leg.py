@@ -18,7 +18,6 @@ from sppo.config.model import ModelConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.model.gradients import zero_gradients
 from sppo.offload.block_store import BlockStore
@@ -138,17 +137,12 @@ class _Rank:
         self._resume(shared, state)
         self._shared = shared
         how = {"stages": shared.keys_of_stages, "device": cpu, "lane": LateLane()}
-        streamed_weights = streamed_gradients = None
-        if "weights" in leg.streams:
-            streamed_weights = StreamedWeights(self._weights, **how)
-        if "gradients" in leg.streams:
-            streamed_gradients = StreamedGradients(self._gradients, **how)
-        self._streamed_gradients = streamed_gradients
+        weights = StreamedWeights(self._weights, **how) if "weights" in leg.streams else None
+        sums = StreamedGradients(self._gradients, **how) if "gradients" in leg.streams else None
         self._engine = Engine(
             model,
-            weights=shared.provider(streamed_weights or self._weights),
-            gradients=shared.gradient_provider(streamed_gradients or self._gradients),
-            streams=StateStreams(streamed_weights, streamed_gradients),
+            weights=shared.provider(weights or self._weights),
+            gradients=shared.gradient_provider(sums or self._gradients),
             offloaded=_store(leg, disk) if leg.tier else None,
             pipeline=pipeline,
             loss_terms=case.terms,
@@ -186,8 +180,7 @@ class _Rank:
             num_valid=sum(data.num_valid for data in everything),
             planned=planned,
         )
-        if self._streamed_gradients is not None:
-            self._streamed_gradients.arrive()
+        self._engine.await_gradients()
         shared.finish(gradients)
         norm = shared.norm(gradients, self._peers)
         (loss,) = self._peers.total([float(done.total_loss)])

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
-from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.msp_exchange import MspExchange
 
 MOST_UNDER_WAY = 2
@@ -87,7 +86,6 @@ class SharedGradients:
     def _wait_for(self, most: int) -> None:
         while len(self._under_way) > most:
             name, part, work = self._under_way.popleft()
-            with peer_errors("adding up a piece's weight gradients"):
-                work.wait()
+            work.wait()
             if self._totals is not None:
                 self._members.own_rows(self._totals[name]).add_(part)

@@ -20,7 +20,6 @@ from torch import Tensor
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import WeightProvider
 from sppo.offload.held_bytes import HeldBytes
-from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.msp_exchange import MspExchange
 
 
@@ -61,9 +60,8 @@ class SharedWeights:
         self._send_next()
         coming, row, works = self._coming.popleft()
         assert coming == part, f"layer {part} is wanted, {coming} comes"
-        with peer_errors("waiting for the weights of a layer from the owner of its stage"):
-            for work in works:
-                work.wait()
+        for work in works:
+            work.wait()
         if not self._exchange.is_owner:
             self._exchange.members.put_together(row, self._layout)
         self._in_use = self._layout.views(row)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from sppo.engine.providers.part_rows import WeightPart, names_by_part, take_peak_bytes
+from sppo.engine.providers.part_rows import WeightPart, names_by_part, stored, take_peak_bytes
+from sppo.engine.providers.streamed_tensors import StreamedGradients
 
 
 class GradientProvider:
@@ -52,6 +53,12 @@ class GradientProvider:
     def wait_reductions(self) -> None:
         """Wait until all released gradients are in the sums, and started reductions are done."""
         self._wait_reductions()
+
+    @property
+    def streamed(self) -> StreamedGradients | None:
+        """Sums in another tier, to which the program moves them; None if they stay here."""
+        rows = stored(self._sums)
+        return rows if isinstance(rows, StreamedGradients) else None
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary gradients on the device since the last call."""

@@ -118,6 +118,11 @@ class PartRows(Mapping[str, Tensor]):
         return [key for key in keys if key in self._groups]
 
 
+def stored(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the rows that ``tensors`` are views of, or ``tensors`` themselves."""
+    return tensors.rows if isinstance(tensors, PartRows) else tensors
+
+
 def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
     """Return the dtype of ``tensors`` and the device on which compute uses them."""
     if isinstance(tensors, StreamedTensors | PartRows):

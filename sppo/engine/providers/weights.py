@@ -18,8 +18,10 @@ from sppo.engine.providers.part_rows import (
     WeightPart,
     format_of,
     names_by_part,
+    stored,
     take_peak_bytes,
 )
+from sppo.engine.providers.streamed_tensors import StreamedWeights
 
 
 class PartProvider(Protocol):
@@ -68,6 +70,12 @@ class WeightProvider:
         """Return the flat row of a layer whose weights are whole on this rank."""
         assert isinstance(self._weights, PartRows), "ranks that lend weights have rows"
         return self._weights.row(layer)
+
+    @property
+    def streamed(self) -> StreamedWeights | None:
+        """Weights in another tier, which the program fetches; None if they stay on the device."""
+        rows = stored(self._weights)
+        return rows if isinstance(rows, StreamedWeights) else None
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary weights on the device since the last call."""
