@@ -26,9 +26,10 @@ from sppo.planning.estimate import Estimate
 from sppo.planning.estimate import estimate as estimate_run
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
+from sppo.planning.run_plan import executed_candidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
 from sppo.planning.search.solver import solve as solve_stream
-from sppo.planning.simulated_run import SimulatedRun, simulated_plan, simulated_run
 from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
@@ -127,8 +128,8 @@ def estimate(run: RunSource) -> Estimate:
 
 def steps_to_simulate(
     what: RunSource | ExecutionPlan, *, schedules: Sequence[str] = ()
-) -> tuple[list[SimulatedRun], tuple[str, ...]]:
-    """Return the step of a plan, or of the plan that a run would get, as input of the simulator.
+) -> tuple[list[EvaluatedCandidate], tuple[str, ...]]:
+    """Return the step of a plan, or of the plan that a run would get, to simulate.
 
     Args:
         what: Run or plan.
@@ -140,14 +141,13 @@ def steps_to_simulate(
     """
     if isinstance(what, ExecutionPlan):
         plans = [what, *(replace(what, schedule=name) for name in schedules)]
-        return [simulated_plan(plan) for plan in plans], ()
+        return [plan.evaluated() for plan in plans], ()
     run = _run_of(what)
     log_run_warnings(run)
     hardware = run_hardware(run)
-    whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
+    whole, chosen = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
     names = (None, *schedules)
-    steps = [simulated_run(whole.run, hardware=hardware, schedule=name) for name in names]
-    return steps, whole.chosen
+    return [executed_candidate(whole, hardware=hardware, schedule=name) for name in names], chosen
 
 
 def simulate(what: RunSource | ExecutionPlan) -> Timeline:
@@ -175,7 +175,8 @@ def simulate(what: RunSource | ExecutionPlan) -> Timeline:
     (2, True)
     """
     (step,), _ = steps_to_simulate(what)
-    return play(step.case.schedule, costs=step.case.costs)
+    case = step.case()
+    return play(case.schedule, costs=case.costs)
 
 
 def save_plan(plan: ExecutionPlan, path: Path | str) -> None:

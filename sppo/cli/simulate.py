@@ -22,7 +22,7 @@ from sppo.config.problems import KEY_PATHS, nearest
 from sppo.config.text_file import read_text_file
 from sppo.output_file import check_output_files, write_text
 from sppo.planning.plan import read_plan
-from sppo.planning.simulated_run import SimulatedRun
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.plots.chrome_trace import write_trace
 from sppo.plots.timeline import write_png
 from sppo.plots.timeline_report import timeline_report
@@ -141,7 +141,7 @@ class Simulation:
 
     cases: tuple[Case, ...]
     forward: Case
-    run: SimulatedRun | None = None
+    run: EvaluatedCandidate | None = None
     chosen: tuple[str, ...] = ()
 
     @cached_property
@@ -265,7 +265,8 @@ def _step(file: Path, values: Sequence[str], *, names: Sequence[str]) -> Simulat
         )
     step = read_plan(file) if is_plan else load_planned_run(file, values)
     steps, chosen = steps_to_simulate(step, schedules=names)
-    return Simulation(tuple(step.case for step in steps), steps[0].forward, steps[0], chosen)
+    cases = tuple(step.case() for step in steps)
+    return Simulation(cases, steps[0].case(forward_only=True), steps[0], chosen)
 
 
 def _values(found: Simulation) -> dict[str, Any]:
@@ -273,8 +274,8 @@ def _values(found: Simulation) -> dict[str, Any]:
     values, run = timeline_report(found.timelines[0]), found.run
     if run is not None:
         totals = found.device_total_bytes
-        values["hardware"] = run.hardware.name_and_origin
-        values["num_devices"] = run.num_devices
+        values["hardware"] = run.candidate.workload.hardware.name_and_origin
+        values["num_devices"] = run.candidate.num_devices
         values["chosen_by_solve"] = list(found.chosen)
         values["device_total_bytes"] = totals
         # The same name has the same meaning as in solve and estimate: states are counted.
@@ -331,8 +332,9 @@ def _lines(found: Simulation) -> Iterator[str]:
     first, run = found.timelines[0], found.run
     schedule = first.schedule
     ranks = counted(schedule.num_ranks, "rank")
-    if run is not None and run.num_devices > schedule.num_ranks:
-        ranks = f"{counted(schedule.num_ranks, 'pipeline rank')} on {run.num_devices} devices"
+    devices = 0 if run is None else run.candidate.num_devices
+    if devices > schedule.num_ranks:
+        ranks = f"{counted(schedule.num_ranks, 'pipeline rank')} on {devices} devices"
     yield (
         f"{schedule.name}: {ranks}, {counted(schedule.num_stages, 'stage')}, "
         f"{counted(schedule.num_sequences, 'sequence')}, {counted(schedule.num_units, 'unit')} "
@@ -344,7 +346,7 @@ def _lines(found: Simulation) -> Iterator[str]:
         f"rank-time ({first.bubble_ratio:.1%} of busy time)"
     )
     if run is not None:
-        yield f"costs of {run.hardware.name_and_origin}"
+        yield f"costs of {run.candidate.workload.hardware.name_and_origin}"
     if found.chosen:
         yield f"chosen by solve: {', '.join(found.chosen)}"
 

@@ -18,8 +18,8 @@ from sppo.cli.solve_report import Answer
 from sppo.cli.solve_stream import StreamAnswer
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
+from sppo.planning.changes import Change, improvements
 from sppo.planning.corpus.search import CorpusSolution
-from sppo.planning.improvements import Improvement, improvements
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.planning.plan import plan_json
 from sppo.planning.search.solver import Solution
@@ -83,7 +83,7 @@ def solve(
             raise typer.Exit(NO_PLAN) from None
         if output is not None:
             write_json(output, plan_json(plan_of(solution)))
-        paying: Sequence[Improvement] | None = () if explain else None
+        paying: Sequence[Change] | None = () if explain else None
         if explain and not isinstance(solution, CorpusSolution):
             with working("comparing with what was not asked for"):
                 paying = improvements(solution)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ from sppo.cli.candidate import degrees_json, hardware_json, shortfall_json
 from sppo.cli.explanation import explanation_json, explanation_screen
 from sppo.cli.printing import Screen, Unbroken, columns, table
 from sppo.hardware.run_hardware import hardware_line
-from sppo.planning.advice import Advice
+from sppo.planning.changes import Change
 from sppo.planning.corpus.search import CorpusSolution
-from sppo.planning.improvements import Improvement
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution, nearest_rejection
-from sppo.planning.why_nothing_fits import rejected_groups
+from sppo.planning.why_nothing_fits import rejected_lines
 from sppo.units import counted, format_bytes, format_count, format_duration
 
 Rows = Mapping[str, Callable[[Any], str]]
@@ -31,6 +30,11 @@ DEGREES: Rows = {
     "pipeline parallel": lambda way: str(way.degrees.pipeline_parallel),
     "data parallel": lambda way: str(way.degrees.data_parallel),
 }
+
+
+_FITS = ("change", "effect", "step_s", "node_host_bytes")
+_GAINS = ("change", "step_s", "tokens_per_s", "gain", "device_peak_bytes")
+"""Attributes of changes that make a request fit, and of those that make it faster, in JSON."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,10 @@ class Answer(ABC):
     """
 
     solution: Solution | CorpusSolution
-    changes: Sequence[Advice] = ()
+    changes: Sequence[Change] = ()
     train: str = ""
     output: Path | None = None
-    improvements: Sequence[Improvement] | None = None
+    improvements: Sequence[Change] | None = None
 
     @property
     def ways(self) -> list[Any]:
@@ -85,12 +89,14 @@ class Answer(ABC):
             values["plan"] = None if self.output is None else str(self.output)
             values["improvements"] = None
             if self.improvements is not None:
-                values["improvements"] = [asdict(improvement) for improvement in self.improvements]
+                values["improvements"] = [
+                    _change_json(change, _GAINS) for change in self.improvements
+                ]
                 values["explanation"] = explanation_json(self._explained)
         else:
             nearest = nearest_rejection(self.solution.rejected)
             values["nearest"] = None if nearest is None else _rejection_json(nearest)
-            values["advice"] = [asdict(advice) for advice in self.changes]
+            values["advice"] = [_change_json(change, _FITS) for change in self.changes]
         return values | self._more_json()
 
     def screen(self) -> Screen:
@@ -176,6 +182,10 @@ class Answer(ABC):
         """Yield the memory of the best way."""
 
 
+def _change_json(change: Change, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(change, name) for name in names}
+
+
 def _rejection_json(rejection: Rejection) -> dict[str, Any]:
     return {
         **degrees_json(rejection.degrees),
@@ -192,21 +202,19 @@ def _rejected_lines(rejected: Sequence[Rejection]) -> Iterator[str]:
         yield "1 other way does not work (--json lists it):"
     elif rejected:
         yield f"{len(rejected)} other ways do not work (--json lists them):"
-    for group in rejected_groups(rejected):
-        yield f" {group.count:>3} × {group.reason}"
-        if group.example:
-            yield f"     {group.example}"
+    yield from rejected_lines(rejected)
 
 
-def _improvements_table(improvements: Sequence[Improvement]) -> Table:
+def _improvements_table(improvements: Sequence[Change]) -> Table:
     return columns(
         [
-            f" {improvement.change}",
-            f"{improvement.gain:.2f}x",
-            f"{step_text(improvement.step_s)} a step",
-            f"{format_bytes(improvement.device_peak_bytes)} a device",
+            f" {change.change}",
+            f"{change.gain:.2f}x",
+            f"{step_text(change.best.step_s)} a step",
+            f"{format_bytes(change.best.device_peak_bytes)} a device",
         ]
-        for improvement in improvements
+        for change in improvements
+        if change.best is not None
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from sppo.cli.candidate import choices_json, degrees_json, memory_screen, policy
 from sppo.cli.printing import Screen
 from sppo.cli.solve_report import DEGREES, Answer, Rows
 from sppo.cost.state_tiers import ON_DEVICE
-from sppo.planning.advice import too_long_for
+from sppo.planning.changes import too_long_for
 from sppo.planning.make_plan import predict
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
@@ -38,7 +37,7 @@ class StreamAnswer(Answer):
 
     def _way_json(self, way: EvaluatedCandidate) -> dict[str, Any]:
         candidate = way.candidate
-        predicted = asdict(predict(self.solution.run, way))
+        predicted = asdict(predict(way))
         return {
             **degrees_json(way.degrees),
             **choices_json(way),
@@ -89,7 +88,6 @@ class StreamAnswer(Answer):
         A row is left out if it has the same usual value for every candidate.
         """
         best, hardware = self.ways[0], self.solution.hardware
-        predicted = partial(predict, self.solution.run)
         choices = {
             **DEGREES,
             "devices used": lambda o: str(o.degrees.num_devices),
@@ -100,24 +98,24 @@ class StreamAnswer(Answer):
             "K/V placement": lambda o: o.kv,
             "state": lambda o: o.candidate.state.text(),
             "policy": lambda o: o.effective_policy,
-            "offload ratio": lambda o: _ends(predicted(o).offload_ratios, "{:.2f}".format),
-            "  its mean": lambda o: f"{np.mean(predicted(o).offload_ratios):.2f}",
+            "offload ratio": lambda o: _ends(predict(o).offload_ratios, "{:.2f}".format),
+            "  its mean": lambda o: f"{np.mean(predict(o).offload_ratios):.2f}",
         }
         step = {
             **self._speed_rows(
                 lambda o: o.step_s,
-                lambda o: predicted(o).tokens_per_s_per_gpu * o.degrees.num_devices,
+                lambda o: predict(o).tokens_per_s_per_gpu * o.degrees.num_devices,
             ),
             "step time is": lambda o: "simulated",
-            "MFU": lambda o: f"{predicted(o).mfu:.1%}",
-            "bubble": lambda o: f"{predicted(o).bubble_fraction:.1%}",
-            "exposed copies": lambda o: format_duration(predicted(o).exposed_copy_s),
+            "MFU": lambda o: f"{predict(o).mfu:.1%}",
+            "bubble": lambda o: f"{predict(o).bubble_fraction:.1%}",
+            "exposed copies": lambda o: format_duration(predict(o).exposed_copy_s),
         }
-        memory = {"device peak": lambda o: format_bytes(predicted(o).device_peak_bytes)}
+        memory = {"device peak": lambda o: format_bytes(predict(o).device_peak_bytes)}
         if hardware.device.kind != "cpu":
-            memory["host peak"] = lambda o: format_bytes(predicted(o).host_peak_bytes)
+            memory["host peak"] = lambda o: format_bytes(predict(o).host_peak_bytes)
             memory["  of a node"] = lambda o: format_bytes(o.node_host_bytes)
-        memory["disk peak"] = lambda o: format_bytes(predicted(o).disk_peak_bytes)
+        memory["disk peak"] = lambda o: format_bytes(predict(o).disk_peak_bytes)
         usual = {
             "devices used": str(best.degrees.num_devices),
             "stages on a rank": "1",

@@ -6,7 +6,6 @@ The commands that plan and train a run all take the degrees that it leaves out f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from sppo.config.run import DEGREES, RunConfig
 from sppo.hardware.description import HardwareSpec
@@ -20,23 +19,9 @@ Draw = Callable[[RunConfig], DrawnSteps | None]
 """Draws steps of a run of documents; returns None if there is no data to draw from."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenRun:
-    """Run configuration with all degrees written.
-
-    Attributes:
-        run: The request. If the solver chose degrees, it also chose the schedule, N and the number
-            of virtual stages where these were open.
-        chosen: Names of the keys that the solver chose; () if the request writes all degrees.
-    """
-
-    run: RunConfig
-    chosen: tuple[str, ...] = ()
-
-
 def with_chosen_degrees(
     run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None
-) -> ChosenRun:
+) -> tuple[RunConfig, tuple[str, ...]]:
     """Return `run` with the degrees that it leaves out as `solve` recommends them.
 
     If nothing fits, these are the degrees that lack least memory. A run of documents becomes one of
@@ -47,12 +32,17 @@ def with_chosen_degrees(
         hardware: Machine to divide.
         draw: Draws the steps for which to choose the degrees of a run of documents.
 
+    Returns:
+        The run with all degrees, and the names of the keys that the solver chose. If it chose
+        degrees, it also chose the schedule, N and the number of virtual stages where these were
+        open.
+
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
     longest = run_of_longest_samples(run)
     if not run.parallel.open_degrees or hardware.num_devices == 1:
-        return ChosenRun(longest)
+        return longest, ()
     steps = draw(run) if draw is not None and run.data.samples == "documents" else None
     if steps is not None:
         best = solve_corpus(run, hardware=hardware, steps=steps).best
@@ -60,10 +50,12 @@ def with_chosen_degrees(
             return _as_found(run, best.longest)
     solution = solve(longest, hardware=hardware)
     found = solution.best or solution.nearest
-    return ChosenRun(longest) if found is None else _as_found(run, found)
+    return (longest, ()) if found is None else _as_found(run, found)
 
 
-def _as_found(run: RunConfig, found: EvaluatedCandidate | Rejection) -> ChosenRun:
+def _as_found(
+    run: RunConfig, found: EvaluatedCandidate | Rejection
+) -> tuple[RunConfig, tuple[str, ...]]:
     """Return `run` with the solver's choice for the keys that it leaves open.
 
     Args:
@@ -93,4 +85,4 @@ def _as_found(run: RunConfig, found: EvaluatedCandidate | Rejection) -> ChosenRu
             "sequence": run.sequence.model_copy(update=sequence),
         }
     )
-    return ChosenRun(run_of_longest_samples(written), tuple(keys))
+    return run_of_longest_samples(written), tuple(keys)

@@ -21,9 +21,8 @@ from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import Draw, with_chosen_degrees
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.run_plan import evaluate_in_nearest_tiers
+from sppo.planning.run_plan import executed_candidate
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.executed_candidate import as_executed
 
 TABLE_2_BYTES = 32
 """Bytes per token, hidden unit and layer: SPPO paper, Table 2."""
@@ -97,10 +96,10 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None
         ValueError: The machine does not support the policy, there are more stages than layers, or
             the replicas cannot share the sequences evenly.
     """
-    whole = with_chosen_degrees(run, hardware=hardware, draw=draw)
-    evaluated = as_executed(evaluate_in_nearest_tiers(whole.run, hardware=hardware))
+    whole, chosen = with_chosen_degrees(run, hardware=hardware, draw=draw)
+    evaluated = executed_candidate(whole, hardware=hardware)
     longest = run_of_longest_samples(run)
-    return Estimate(longest, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
+    return Estimate(longest, hardware, model_counts(run), evaluated, whole, chosen)
 
 
 def model_counts(run: RunConfig) -> ModelCounts:

@@ -39,7 +39,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         schedule=candidate.schedule,
         policy=evaluated.effective_policy,
         stages=stage_plans(evaluated),
-        predicted=predict(run, evaluated),
+        predicted=predict(evaluated),
         program_digest=evaluated.executed_program().digest(),
         virtual_stages=candidate.virtual_stages,
         kv=candidate.kv if places_kv and candidate.kv is not None else "retained",
@@ -49,13 +49,13 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
     )
 
 
-def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
+def predict(evaluated: EvaluatedCandidate) -> Prediction:
     """Return the predicted time and memory of one step of an evaluated candidate."""
     candidate = evaluated.candidate
-    hardware = candidate.workload.hardware
-    length, sequences = run.sequence.length, run.train.sequences_per_step
-    flops = step_flops(run.model, length=length, sequences=sequences)
-    peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
+    workload, hardware = candidate.workload, candidate.workload.hardware
+    sequences = candidate.sequences * candidate.data_parallel_degree
+    flops = step_flops(workload.model, length=sum(candidate.lengths), sequences=sequences)
+    peak = hardware.device.flops_per_s(workload.dtype) * candidate.num_devices
     forward_s, backward_s = compute_seconds(evaluated)
     return Prediction(
         provenance=hardware.provenance,
@@ -64,7 +64,7 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
         backward_s=backward_s,
         update_s=evaluated.time.update_s,
         exposed_copy_s=evaluated.simulated.exposed_copy_s,
-        tokens_per_s_per_gpu=length * sequences / evaluated.step_s / candidate.num_devices,
+        tokens_per_s_per_gpu=evaluated.tokens_per_s / candidate.num_devices,
         mfu=flops / evaluated.step_s / peak,
         bubble_fraction=evaluated.simulated.bubble_fraction,
         device_peak_bytes=evaluated.device_peak_bytes,

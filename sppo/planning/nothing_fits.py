@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sppo.planning.advice import Advice
+    from sppo.planning.changes import Change
     from sppo.planning.corpus.search import CorpusSolution
     from sppo.planning.search.solver import Solution
 
@@ -20,7 +20,7 @@ class NothingFitsError(MemoryError):
     """
 
     def __init__(
-        self, text: str, solution: Solution | CorpusSolution, changes: Sequence[Advice]
+        self, text: str, solution: Solution | CorpusSolution, changes: Sequence[Change]
     ) -> None:
         super().__init__(text)
         self.solution, self.changes = solution, tuple(changes)

@@ -14,7 +14,7 @@ reproduce them within 9 percent. With causal pairs, no number of bytes comes wit
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, sqrt
+from math import sqrt
 
 
 def boundaries_by_length(
@@ -62,11 +62,6 @@ def boundaries_by_flops(
 def lengths_of(boundaries: tuple[int, ...]) -> tuple[int, ...]:
     """Return the tokens of each subsequence between the cuts of a sequence."""
     return tuple(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
-
-
-def automatic_num_subsequences(length: int, *, target_tokens: int) -> int:
-    """Return N for ``num_subsequences: auto``: ``target_tokens`` per subsequence at most (mean)."""
-    return max(1, ceil(length / target_tokens))
 
 
 def _aligned(cuts: list[float], length: int, alignment: int) -> tuple[int, ...]:

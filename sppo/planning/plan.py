@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -27,14 +27,14 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import tier_buckets
-from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.planning.partition import lengths_of
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.quoting import one_line, quoted
-from sppo.schedule.costs import Costs
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
+from sppo.schedule.transfers.kv_placement import KVPlacement
 from sppo.version import __version__
 
 PLAN_VERSION = 3
@@ -168,8 +168,7 @@ class ExecutionPlan:
     @property
     def kv_of_stages(self) -> tuple[KVPlacement, ...]:
         """Placement of each stage's K and V between its forward and its backward."""
-        turns = kv_of_turns(self.kv, recomputed=self.kv_recomputed, turns=self.virtual_stages)
-        return tuple(kv for kv in turns for _ in range(self.pipeline_parallel_degree))
+        return self.candidate().kv_of_stages
 
     @property
     def offloads_anything(self) -> bool:
@@ -215,15 +214,15 @@ class ExecutionPlan:
         )
         return ActivationPlacement(*tables)
 
-    def costs(self) -> Costs:
-        """Return the costs of the actions of one step of one data-parallel replica."""
+    def evaluated(self) -> EvaluatedCandidate:
+        """Return the candidate with the placement and the memory of the plan."""
         candidate = self.candidate()
         seconds = stage_seconds(candidate)
-        return stage_costs(candidate, seconds=seconds, placement=self.placement())
+        return EvaluatedCandidate(candidate, seconds, self.placement(), self.rank_memory, None)
 
     def program(self) -> Schedule:
         """Return the program of one step of one data-parallel replica."""
-        return self.candidate().program(self.costs())
+        return self.evaluated().executed_program()
 
     def rank_tier_buckets(self, place: Literal["host", "disk"]) -> tuple[Mapping[str, int], ...]:
         """Return the bytes of one device of each pipeline rank in a tier, by memory bucket."""
@@ -276,13 +275,10 @@ def read_plan(path: Path) -> ExecutionPlan:
         raise ValueError(
             f"plan {path}: {where}: {first['msg']}; make it again with sppo solve"
         ) from None
-    faults = [*_faults(plan)]
     if digest != digest_of(values):
-        faults.append("its content does not match its digest")
-    if faults:
         raise ValueError(
-            f"plan {path} was changed by hand or damaged: {faults[0]}; make it again with sppo "
-            "solve"
+            f"plan {path} was changed by hand or damaged: its content does not match its digest; "
+            "make it again with sppo solve"
         )
     return plan
 
@@ -292,42 +288,6 @@ def _parsed(path: Path) -> Any:
         return read_json(path)
     except JsonError as error:
         raise ValueError(f"plan {error}; make it again: sppo solve") from None
-
-
-def _faults(plan: ExecutionPlan) -> Iterator[str]:
-    """Yield a message for each inconsistency between parts of a plan."""
-    if plan.boundaries[:1] != (0,) or any(tokens < 1 for tokens in plan.lengths):
-        yield f"its boundaries {quoted(list(plan.boundaries))} do not rise from 0"
-    if len(plan.stages) != plan.pipeline_parallel_degree * plan.virtual_stages:
-        yield (
-            f"{len(plan.stages)} stages for {plan.pipeline_parallel_degree} ranks with "
-            f"{plan.virtual_stages} stages each"
-        )
-    if not 0 <= plan.kv_recomputed < plan.virtual_stages:
-        yield f"{plan.kv_recomputed} of {plan.virtual_stages} stages of a rank recompute K and V"
-    layers = 0
-    for number, stage in enumerate(plan.stages):
-        if stage.first_layer != layers:
-            yield f"stage {number} begins with layer {stage.first_layer}, not {layers}"
-        layers += stage.num_layers
-        yield from _stage_faults(stage, number=number, lengths=plan.lengths)
-    try:
-        model_layers = plan.model.num_layers
-    except (ValidationError, KeyError, TypeError):
-        yield "its run holds no model that can be read"
-        return
-    if layers != model_layers:
-        yield f"its stages have {layers} layers, its model {model_layers}"
-
-
-def _stage_faults(stage: StagePlan, *, number: int, lengths: tuple[int, ...]) -> Iterator[str]:
-    if len(stage.subsequences) != len(lengths):
-        yield f"stage {number} has {len(stage.subsequences)} subsequences, not {len(lengths)}"
-        return
-    for index, (tokens, part) in enumerate(zip(lengths, stage.subsequences, strict=True)):
-        rows = [*zip(part.retained, part.offloaded, part.recomputed, strict=True)]
-        if any(min(row) < 0 or sum(row) != tokens for row in rows):
-            yield f"stage {number}, subsequence {index}: rows do not add up to {tokens}"
 
 
 def check_program(plan: ExecutionPlan) -> None:

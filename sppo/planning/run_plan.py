@@ -9,13 +9,13 @@ available memory.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
 from sppo.planning.make_plan import make_plan
-from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
 from sppo.planning.search.choices import (
     Degrees,
@@ -31,6 +31,7 @@ from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.planning.too_large import too_large
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 
 EVALUATION_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Target tokens of an evaluation's subsequences with ``num_subsequences: auto``, by device kind.
@@ -77,6 +78,29 @@ def plan_run(
     if planned.shortfall is not None:
         raise MemoryError(too_large(run, planned, available_bytes=available_bytes))
     return make_plan(run, planned)
+
+
+def executed_candidate(
+    run: RunConfig, *, hardware: HardwareSpec, schedule: str | None = None
+) -> EvaluatedCandidate:
+    """Return the candidate of a run as it is executed; with what it lacks if it does not fit.
+
+    Args:
+        run: Run configuration with all degrees written.
+        hardware: Machine to plan for.
+        schedule: Name of a schedule to evaluate instead of the run's own, whether it fits or not.
+
+    Raises:
+        ValueError: Degrees or schedule do not suit the run; the message says what to change.
+    """
+    if schedule is None:
+        return as_executed(evaluate_in_nearest_tiers(run, hardware=hardware))
+    candidate = run_candidate(run, hardware=hardware)
+    virtual = candidate.virtual_stages if schedule in WITH_VIRTUAL_STAGES else 1
+    candidate = replace(candidate, schedule=schedule, virtual_stages=virtual)
+    if schedule in WHOLE_SEQUENCES:
+        candidate = replace(candidate, lengths=(sum(candidate.lengths),))
+    return evaluate_candidate(candidate)
 
 
 def evaluate_in_nearest_tiers(
@@ -135,13 +159,10 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
     """Return the cuts of a sequence for an evaluation, which runs forwards alone."""
-    num_subsequences = run.sequence.num_subsequences
-    if num_subsequences == "auto":
-        target = EVALUATION_TOKENS[hardware.device.kind]
-        num_subsequences = automatic_num_subsequences(run.sequence.length, target_tokens=target)
+    asked, target = run.sequence.num_subsequences, EVALUATION_TOKENS[hardware.device.kind]
     lengths = cut_sequence(
         run,
-        num_subsequences=num_subsequences,
+        num_subsequences=ceil(run.sequence.length / target) if asked == "auto" else asked,
         workload=Workload(run.model, hardware, dtype=run.train.dtype),
         num_stages=run.parallel.pipeline_parallel_degree,
     )

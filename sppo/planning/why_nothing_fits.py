@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
 from sppo.cost.memory.bucket_labels import BUCKETS, bucket_text
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.run_hardware import hardware_line, run_hardware
-from sppo.planning.advice import Advice, too_long_for, what_would_fit
+from sppo.planning.changes import Change, too_long_for, what_would_fit
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.nothing_fits import NothingFitsError
@@ -41,18 +40,18 @@ def nothing_fits(solution: Solution | CorpusSolution) -> NothingFitsError:
     """Return the error that says which memory is short and what would fit; searches the latter."""
     run = solution.run
     if isinstance(solution, Solution):
-        changes = what_would_fit(run, hardware=solution.hardware, machine_of=run_hardware)
+        changes = what_would_fit(run, machine_of=run_hardware)
         lines = _stream_lines(solution)
     else:
         lines, changes = _corpus_lines(solution), ()
         if not any(refused.steps for refused in solution.rejected):
             longest = run_of_longest_samples(run)
-            changes = what_would_fit(longest, hardware=solution.hardware, machine_of=run_hardware)
+            changes = what_would_fit(longest, machine_of=run_hardware)
     text = "\n".join([*lines, *_advice_lines(solution, changes)])
     return NothingFitsError(text, solution, changes)
 
 
-def _advice_lines(solution: Solution | CorpusSolution, changes: Sequence[Advice]) -> Iterator[str]:
+def _advice_lines(solution: Solution | CorpusSolution, changes: Sequence[Change]) -> Iterator[str]:
     """Yield lines about the changes that would make a request fit."""
     if not changes:
         yield "no smaller change was found that makes it fit"
@@ -96,10 +95,7 @@ def _stream_lines(solution: Solution) -> Iterator[str]:
         yield f"none of {count} ways to divide the devices works:"
     else:
         yield "the only way to divide the devices does not work:"
-    for group in rejected_groups(solution.rejected)[:_SHOWN_GROUPS]:
-        yield f" {group.count:>3} × {group.reason}"
-        if nearest is None and group.example:
-            yield f"     {group.example}"
+    yield from rejected_lines(solution.rejected, most=_SHOWN_GROUPS, examples=nearest is None)
 
 
 def _nearest_lines(nearest: Rejection) -> Iterator[str]:
@@ -130,38 +126,28 @@ def _largest_buckets(device: MemoryBuckets) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RejectedGroup:
-    """Rejected candidates with the same reason.
+def rejected_lines(
+    rejected: Sequence[Rejection], *, most: int | None = None, examples: bool = True
+) -> Iterator[str]:
+    """Yield lines about rejections, one for all with the same reason: first those for memory.
 
-    Attributes:
-        count: Number of candidates.
-        reason: Common part of the reasons. For a single candidate that cannot work in any memory,
-            the candidate and its reason.
-        example: Description of the candidate that is nearest to fitting; "" if `reason` says all.
+    Args:
+        rejected: Rejections to group by their reasons.
+        most: Number of groups; None for all.
+        examples: Whether to describe the rejection of each group that is nearest to fitting.
     """
-
-    count: int
-    reason: str
-    example: str
-
-
-def rejected_groups(rejected: Sequence[Rejection]) -> tuple[RejectedGroup, ...]:
-    """Group rejections by reason: first those short of memory, then others; larger groups first."""
     by_reason: dict[tuple[bool, str], list[Rejection]] = {}
     for rejection in rejected:
         by_reason.setdefault(_reason(rejection), []).append(rejection)
     groups = sorted(by_reason.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1]))
-    return tuple(_group(members, reason) for (_, reason), members in groups)
-
-
-def _group(members: Sequence[Rejection], reason: str) -> RejectedGroup:
-    example = _example(members)
-    if members[0].shortfall is not None:
-        return RejectedGroup(len(members), reason, example)
-    if len(members) == 1:
-        return RejectedGroup(1, example, "")
-    return RejectedGroup(len(members), _in_common(members), example)
+    for (is_other, reason), members in groups[:most]:
+        example = _example(members)
+        if is_other and len(members) == 1:
+            yield f"   1 × {example}"
+            continue
+        yield f" {len(members):>3} × {_in_common(members) if is_other else reason}"
+        if examples:
+            yield f"     {example}"
 
 
 def _in_common(members: Sequence[Rejection]) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from sppo.engine.engine import StepResult
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.simulated_run import simulated_plan
 from sppo.report.run_summary import Pair, RankPair, TimelineSummary
 from sppo.schedule.actions import Action
 from sppo.schedule.program import Case
@@ -76,7 +75,7 @@ def step_timelines(
     if measured is None:
         return None
     if work.samples is None:
-        case = simulated_plan(plan).case
+        case = plan.evaluated().case()
     else:
         replica = work.samples.replica.plan
         case = Case(replica.program, replica.evaluated.costs)

@@ -7,7 +7,7 @@ import pytest
 
 import sppo
 from sppo.config import run_sections
-from sppo.planning.advice import Advice
+from sppo.planning.changes import Change
 from sppo.training.preflight import preflight
 from tests.conftest import succeed, write_tokens
 from tests.training.jobs import job_beside
@@ -54,7 +54,7 @@ def test_a_run_of_two_ranks_on_this_machine_is_simulated_as_training_plans_it(wo
 
 
 def test_what_does_not_fit_says_what_would(tmp_path, monkeypatch):
-    found = [Advice("sequence.length=8Ki", "fits")]
+    found = [Change("sequence.length=8Ki", "fits")]
     monkeypatch.setattr("sppo.planning.why_nothing_fits.what_would_fit", lambda run, **_: found)
     sections = {
         **RUN,

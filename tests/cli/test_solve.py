@@ -12,7 +12,7 @@ import pytest
 
 from sppo.cli.solve_report import launch_commands
 from sppo.config.yaml_file import format_yaml
-from sppo.planning.advice import Advice
+from sppo.planning.changes import Change
 from sppo.planning.plan import read_plan
 from sppo.planning.search.choices import Degrees
 from tests.cli.answers import answer, one_line
@@ -127,7 +127,7 @@ def test_degrees_that_cannot_work_are_said(run):
 @pytest.fixture
 def advice(monkeypatch):
     """What is told to change where nothing fits; the search for it takes seconds."""
-    found = [Advice("sequence.length=8Ki", "fits")]
+    found = [Change("sequence.length=8Ki", "fits")]
     monkeypatch.setattr("sppo.planning.why_nothing_fits.what_would_fit", lambda run, **_: found)
     return found
 
@@ -135,7 +135,7 @@ def advice(monkeypatch):
 def test_that_more_nodes_do_not_help_is_said(run, advice):
     said = "of these nodes alone do not make it fit"
     assert said in one_line(refuse("solve", run, *TOO_LONG, code=3))
-    advice[:] = [Advice("hardware.nodes=4", "fits")]
+    advice[:] = [Change("hardware.nodes=4", "fits")]
     assert said not in one_line(refuse("solve", run, *TOO_LONG, code=3))
 
 

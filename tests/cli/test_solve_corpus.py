@@ -10,7 +10,7 @@ import pytest
 
 from sppo.config.yaml_file import format_yaml
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
-from sppo.planning.advice import Advice
+from sppo.planning.changes import Change
 from sppo.planning.plan import read_plan
 from tests.cli.answers import answer
 from tests.conftest import refuse, succeed, write_tokens
@@ -99,7 +99,7 @@ def test_tables_for_people(run):
 
 
 def test_nothing_fits(run, monkeypatch):
-    found = [Advice("sequence.length=8Ki", "fits")]
+    found = [Change("sequence.length=8Ki", "fits")]
     monkeypatch.setattr("sppo.planning.why_nothing_fits.what_would_fit", lambda run, **_: found)
     words = ("--lengths", "github", "sequence.length=4Mi", *SMALL)
     told = refuse("solve", run, *words, code=3)

@@ -29,8 +29,8 @@ from sppo.cost.state_tiers import StateTiers
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
+from sppo.planning.run_plan import executed_candidate
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.simulated_run import simulated_run
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
 
@@ -254,7 +254,7 @@ def test_a_tier_that_is_not_there_copies_nothing():
 
 def simulated_case(run, **schedule):
     """The run on the machine it names."""
-    return simulated_run(run, hardware=hardware_for(run.hardware), **schedule)
+    return executed_candidate(run, hardware=hardware_for(run.hardware), **schedule).case()
 
 
 def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
@@ -267,7 +267,7 @@ def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
         retained = raw.model_copy(
             update={"activations": raw.activations.model_copy(update=activations)}
         )
-        case = simulated_case(retained).case
+        case = simulated_case(retained)
         timeline = simulate(case.schedule, costs=case.costs)
         peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
         return peak, timeline.makespan_s
@@ -288,14 +288,14 @@ def test_a_run_is_cut_and_replicated_as_it_says():
         parallel={"pipeline_parallel_degree": 2},
         train={"sequences_per_step": 2},
     )
-    case = simulated_case(run, schedule="1f1b").case
+    case = simulated_case(run, schedule="1f1b")
     assert case.schedule.lengths == ((65536,), (65536,))
-    four = simulated_case(load_run(run, "sequence.num_subsequences=4")).case.schedule
+    four = simulated_case(load_run(run, "sequence.num_subsequences=4")).schedule
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
     both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}
     cut = run.parallel.model_copy(update=both)
-    case = simulated_case(run.model_copy(update={"parallel": cut})).case
+    case = simulated_case(run.model_copy(update={"parallel": cut}))
     assert (case.schedule.name, case.schedule.num_sequences) == ("sppo_msp", 1)
     assert (case.costs.reduce_s > 0).all()
     uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})

@@ -12,11 +12,11 @@ from sppo.config.run import RunConfig
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.estimate import estimate
 from sppo.planning.make_plan import make_plan
+from sppo.planning.run_plan import executed_candidate
 from sppo.planning.search import evaluated_candidate, evaluation
 from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution, solve
-from sppo.planning.simulated_run import simulated_plan, simulated_run
 from sppo.schedule.orders.names import WHOLE_SEQUENCES
 from sppo.schedule.simulation.simulate import simulate
 from sppo.training.preflight import check_trainable
@@ -203,13 +203,14 @@ def agrees_with_its_plan(run: RunConfig, solution: Solution) -> None:
     best = solution.best
     plan = make_plan(run, best)
     assert plan.predicted.device_peak_bytes == best.device_peak_bytes
-    played = simulated_plan(plan)
-    timeline = simulate(played.case.schedule, costs=played.case.costs)
+    played = plan.evaluated()
+    case = played.case()
+    timeline = simulate(case.schedule, costs=case.costs)
     peaks = [
         steady + round(track.memory["total"].peak_bytes)
         for steady, track in zip(played.steady_bytes, timeline.ranks, strict=True)
     ]
-    assert played.num_devices == best.degrees.num_devices
+    assert played.candidate.num_devices == best.degrees.num_devices
     assert max(peaks) <= plan.predicted.device_peak_bytes + 8
     assert peaks == list(best.simulated_bytes)
     assert timeline.makespan_s == pytest.approx(plan.predicted.step_s)
@@ -254,9 +255,9 @@ def commands_agree(request: RunConfig, solution: Solution) -> None:
     assert evaluated.device_peak_bytes == best.device_peak_bytes
     assert evaluated.host_peak_bytes == best.host_peak_bytes
     assert evaluated.node_host_bytes == best.node_host_bytes
-    played = simulated_run(found.whole, hardware=hardware)
+    played = executed_candidate(found.whole, hardware=hardware)
     assert played.host_peak_bytes == best.host_peak_bytes
     assert played.node_host_bytes == best.node_host_bytes
-    case = played.case
+    case = played.case()
     assert simulate(case.schedule, costs=case.costs).makespan_s == pytest.approx(best.step_s)
     assert evaluated.step_s == pytest.approx(best.step_s)

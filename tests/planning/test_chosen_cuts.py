@@ -9,9 +9,8 @@ import pytest
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.estimate import estimate
-from sppo.planning.run_plan import USABLE_FRACTION, plan_run
+from sppo.planning.run_plan import USABLE_FRACTION, executed_candidate, plan_run
 from sppo.planning.search.solver import solve
-from sppo.planning.simulated_run import simulated_run
 from tests.planning.cases import run_config
 from tests.tiers import default_of
 
@@ -63,7 +62,7 @@ def test_every_command_cuts_alike(seed: int):
         return
     lengths = best.candidate.lengths
     assert estimated.candidate.lengths == lengths
-    assert simulated_run(run, hardware=hardware).case.schedule.lengths[0] == lengths
+    assert executed_candidate(run, hardware=hardware).case().schedule.lengths[0] == lengths
     assert trained == lengths
     written = replace_cuts(run, len(lengths))
     assert estimate(written, hardware=hardware).evaluated.candidate.lengths == lengths

@@ -6,7 +6,7 @@ import pytest
 
 from sppo.config.run import RunConfig
 from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.improvements import WORTH_IT, improvements
+from sppo.planning.changes import WORTH_IT, improvements
 from sppo.planning.search.solver import quick_best
 from tests.planning.cases import run_config, solved
 from tests.tiers import exhaustive

@@ -7,10 +7,9 @@ import pytest
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.estimate import estimate
-from sppo.planning.run_plan import plan_run
+from sppo.planning.run_plan import executed_candidate, plan_run
 from sppo.planning.search.choices import multiplexed_problem
 from sppo.planning.search.solver import solve
-from sppo.planning.simulated_run import simulated_run
 from sppo.training.start import degree_problems
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
@@ -24,7 +23,7 @@ def planned(run, *, hardware):
     return plan_run(run, hardware=hardware, available_bytes=hardware.device.usable_bytes)
 
 
-@pytest.mark.parametrize("command", [solve, estimate, simulated_run, planned])
+@pytest.mark.parametrize("command", [solve, estimate, executed_candidate, planned])
 def test_every_command_refuses_one_stage_alike(command):
     run = multiplexed(
         pipeline_parallel_degree=1, data_parallel_degree=1, sequence_parallel_degree=8
@@ -40,7 +39,7 @@ ASKED = [{"multiplexed": "on"}, {"multiplexed": "auto", "schedule": "sppo_msp"}]
 """The two ways to ask for it."""
 
 
-@pytest.mark.parametrize("command", [solve, estimate, simulated_run, planned])
+@pytest.mark.parametrize("command", [solve, estimate, executed_candidate, planned])
 @pytest.mark.parametrize("shards", [{"sequence_parallel": "megatron"}, {"zero": 3}])
 @pytest.mark.parametrize("asked", ASKED)
 def test_every_command_refuses_sharded_weights_alike(command, shards, asked):

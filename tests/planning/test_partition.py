@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.planning.partition import (
-    automatic_num_subsequences,
     boundaries_by_flops,
     boundaries_by_length,
     lengths_of,
@@ -133,15 +132,6 @@ def test_more_pieces_than_tokens_is_refused():
 def test_costs_that_are_not_positive_are_refused(linear, quadratic):
     with pytest.raises(ValueError, match="costs must be positive"):
         cut(10, 2, 1, linear, quadratic)
-
-
-def test_automatic_pieces():
-    assert [automatic_num_subsequences(n, target_tokens=2048) for n in (1, 2048, 2049, 65536)] == [
-        1,
-        1,
-        2,
-        32,
-    ]
 
 
 def llama_65b(*, length, num_subsequences, attention):

@@ -16,7 +16,6 @@ from sppo.planning.planned_keys import check_plan_fits, planned_part
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import candidate_of_subsequences, machine, run_config
@@ -118,20 +117,6 @@ def _set(*keys, value):
         (lambda values: values.pop("boundaries") and None, "boundaries: Field required"),
         (_set("run", "sequence", "length", value=7), "its content does not match its digest"),
         (_set("hardware", "num_nodes", value=7), "its content does not match its digest"),
-        (_set("boundaries", 0, value=1), "boundaries .* do not rise from 0"),
-        (_set("pipeline_parallel_degree", value=1), "2 stages for 1 ranks"),
-        (_set("virtual_stages", value=2), "2 stages for 2 ranks with 2 stages each"),
-        (_set("kv_recomputed", value=1), "1 of 1 stages of a rank recompute K and V"),
-        (_set("stages", 1, "first_layer", value=3), "stage 1 begins with layer 3, not 8"),
-        (_set("stages", 1, "num_layers", value=3), "stages have 11 layers, its model 16"),
-        (
-            lambda v: v["stages"][1]["subsequences"].pop() and None,
-            "stage 1 has 11 subsequences, no",
-        ),
-        (
-            _set("stages", 1, "subsequences", 2, "kept", value=[1, 1, 1]),
-            "stage 1, subsequence 2: rows do not add up to",
-        ),
         (_set("predicted", "step_s", value=1.0), "its content does not match its digest"),
         (_set("schedule", value="1f1b"), "its content does not match its digest"),
         (lambda values: values.pop("digest") and None, "its content does not match its digest"),
@@ -212,7 +197,7 @@ def test_a_plan_that_waits_for_copies_predicts_the_wait():
     evaluated = offloading_candidate(run)
     assert evaluated.time.exposed_copy_s > 0
     plan = make_plan(run, evaluated)
-    case = simulated_plan(plan).case
+    case = plan.evaluated().case()
     played = simulate(case.schedule, costs=case.costs).makespan_s
     assert played == pytest.approx(plan.predicted.step_s, rel=0.15)  # whole units, not layers
     assert plan.predicted.step_s == evaluated.step_s

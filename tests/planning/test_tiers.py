@@ -18,7 +18,6 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
-from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import candidate_of_subsequences, machine, run_config
@@ -112,7 +111,7 @@ def test_a_plan_says_which_tier_and_runs_as_it_was_solved(tmp_path):
     (host,), (disk,) = (again.rank_tier_buckets(place) for place in ("host", "disk"))
     assert sum(host.values()) == again.predicted.host_peak_bytes == best.host_peak_bytes
     assert sum(disk.values()) == again.predicted.disk_peak_bytes == best.disk_peak_bytes > 0
-    case = simulated_plan(again).case
+    case = again.evaluated().case()
     played = simulate(case.schedule, costs=case.costs)
     assert played.makespan_s == pytest.approx(plan.predicted.step_s)
 

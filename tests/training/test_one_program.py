@@ -11,7 +11,6 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.planning.plan import check_program, plan_json, read_plan
 from sppo.planning.run_plan import plan_run
-from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.orders.names import (
     LOOPED,
@@ -148,7 +147,7 @@ def test_planned_simulated_and_executed_programs_are_one(setting, tmp_path):
     file.write_text(json.dumps(plan_json(plan)), encoding="utf-8")
     read = read_plan(file)
     check_program(read)
-    simulated = simulated_plan(read).case.schedule
+    simulated = read.evaluated().case().schedule
     kinds = {action.kind for program in simulated.programs for action in program}
     assert (ActionKind.D2H in kinds) == (ActionKind.H2D in kinds) == plan.offloads_anything
     assert (ActionKind.KV in kinds) == (setting.kv == "recompute")

@@ -9,7 +9,7 @@ from functools import cached_property
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.program_memory import holds_messages, with_messages_held, with_msp
-from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
+from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.cost.stage_cost import StageSeconds, stage_costs
 from sppo.cost.step_time import StepTime, step_times
@@ -17,7 +17,7 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.program import with_messages
+from sppo.schedule.program import Case, with_messages
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import SimulatedStep, simulate_step
 from sppo.schedule.transfers.kv_placement import KVPlacement
@@ -70,6 +70,13 @@ class EvaluatedCandidate:
         return self.simulated.step_s
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all replicas."""
+        candidate = self.candidate
+        replicas = candidate.sequences * candidate.data_parallel_degree
+        return sum(candidate.lengths) * replicas / self.step_s
+
+    @property
     def degrees(self) -> Degrees:
         """Degrees of parallelism of the candidate."""
         return Degrees.of_candidate(self.candidate)
@@ -80,6 +87,12 @@ class EvaluatedCandidate:
             return self.candidate.program(self.costs)
         return with_messages(self.program, costs=self.costs)
 
+    def case(self, *, forward_only: bool = False) -> Case:
+        """Return the program of the step, or of its forwards alone, with its costs."""
+        if forward_only:
+            return Case(self.candidate.program(self.costs, forward_only=True), self.costs)
+        return Case(self.executed_program(), self.costs)
+
     @property
     def device_peak_bytes(self) -> int:
         """Peak bytes of the fullest device."""
@@ -88,9 +101,21 @@ class EvaluatedCandidate:
     @property
     def simulated_bytes(self) -> tuple[int, ...]:
         """Simulated peak bytes of one device of each rank, at most those of its memory."""
+        held = self.simulated.held_bytes.tolist()
         return tuple(
-            steady_bytes(rank.device) + round(held)
-            for rank, held in zip(self.memory, self.simulated.held_bytes.tolist(), strict=True)
+            steady + round(own) for steady, own in zip(self.steady_bytes, held, strict=True)
+        )
+
+    @property
+    def steady_bytes(self) -> tuple[int, ...]:
+        """Bytes of one device of each rank that a simulation does not track.
+
+        State, slots of copies, and working sets, each by as much as it raises the peak of what is
+        held.
+        """
+        return tuple(
+            rank.device.total_bytes - sum(int(getattr(rank.device, name)) for name in _IN_TIMELINES)
+            for rank in self.memory
         )
 
     @property
@@ -138,14 +163,6 @@ def closed_forms(candidate: Candidate, costs: Sequence[Costs]) -> list[StepTime]
         num_sequences=candidate.sequences,
         looped_ranks=candidate.pipeline_parallel_degree if is_looped else None,
     )
-
-
-def steady_bytes(device: MemoryBuckets) -> int:
-    """Return the bytes that a simulation does not track: state, slots of copies, working sets.
-
-    The working set counts by as much as it raises the peak of what is held.
-    """
-    return device.total_bytes - sum(int(getattr(device, name)) for name in _IN_TIMELINES)
 
 
 def with_program(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:

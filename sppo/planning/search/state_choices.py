@@ -20,7 +20,7 @@ def runs_by_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig,
 
     Callers use the first choice that fits: activations go to a disk only if host memory is too
     small for them with any tiers of the state. Farther tiers leave policies more device memory and
-    may be faster; `improvements` lists such changes.
+    may be faster; `changes.improvements` lists such changes.
 
     Raises:
         ValueError: The run asks for a tier that the machine does not have.

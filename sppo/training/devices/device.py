@@ -130,7 +130,7 @@ def chosen_degrees(
     local_ranks = ranks if environment is None else environment.local_world_size
     device = choose_device(run, environment=environment)
     hardware = machine_of_ranks(run, device, num_ranks=ranks, local_ranks=local_ranks)
-    whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there).run
+    whole, _ = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
     return {name: getattr(whole.parallel, name) for name in run.parallel.open_degrees}
 
 

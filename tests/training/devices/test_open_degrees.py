@@ -10,7 +10,6 @@ import sppo
 from sppo.config import load_run
 from sppo.hardware import this_machine
 from sppo.hardware.this_machine import Gpus
-from sppo.planning.chosen_run import ChosenRun
 from sppo.training import input_checks, start
 from sppo.training.devices import device as devices
 from sppo.training.devices.cuda_device import CudaDevice
@@ -98,7 +97,7 @@ def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatc
 
 def _pipeline_of_two(run, **_):
     parallel = run.parallel.model_copy(update={NAMES[1]: 2})
-    return ChosenRun(run.model_copy(update={"parallel": parallel}))
+    return run.model_copy(update={"parallel": parallel}), ()
 
 
 @pytest.mark.slow

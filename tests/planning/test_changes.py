@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from sppo.hardware.run_hardware import hardware_for, run_hardware
-from sppo.planning.advice import too_long_for, what_would_fit
+from sppo.planning.changes import too_long_for, what_would_fit
 from sppo.planning.longest_sequence import (
     fits_at_all,
     longest_sequence,
@@ -29,10 +29,16 @@ def request(model="llama-3.2-1b", *, length, devices=2, nodes=1, **sections):
     )
 
 
-def advised(run):
-    return {
-        advice.change: advice for advice in what_would_fit(run, hardware=hardware_for(run.hardware))
-    }
+def advised(run, *, hardware=None):
+    """What would fit, by change, on `hardware` or the machine that each run names."""
+
+    def machine_of(changed):
+        nodes = changed.hardware.nodes
+        if hardware is None:
+            return hardware_for(changed.hardware)
+        return hardware if changed.hardware == run.hardware else replace(hardware, num_nodes=nodes)
+
+    return {advice.change: advice for advice in what_would_fit(run, machine_of=machine_of)}
 
 
 @cache
@@ -46,8 +52,7 @@ def too_long(length, memory_gib=8, host_gib=16):
         reserved_bytes=0,
         host_memory_bytes=host_gib * GIB,
     )
-    advice = {advice.change: advice for advice in what_would_fit(run, hardware=hardware)}
-    return run, hardware, advice
+    return run, hardware, advised(run, hardware=hardware)
 
 
 @pytest.mark.exhaustive
@@ -133,7 +138,7 @@ def test_advice_to_change_degrees_is_for_the_cpu_that_the_changed_run_sees():
     model = {"preset": "tiny", "num_layers": 4}
     sections = {"hardware": {"preset": "laptop-cpu"}, "activations": {"policy": "retain"}}
     run = run_config(model, length="560Ki", parallel={"pipeline_parallel_degree": 4}, **sections)
-    changes = what_would_fit(run, hardware=run_hardware(run), machine_of=run_hardware)
+    changes = what_would_fit(run, machine_of=run_hardware)
     advice = {advice.change: advice for advice in changes}
     freed = run_config(model, length="560Ki", **sections)
     found = advice["leave out parallel.pipeline_parallel_degree"]
