@@ -185,9 +185,9 @@ class LevelChoice:
         """
         walk, units = self._walk, UnitsInFlight(self.candidate)
         operands = walk.of_actions(weight_operand_bytes(self.candidate))
-        waiting: Table = np.cumsum(operands * walk.defers, axis=1)
-        waiting -= operands * np.maximum(0, walk.defers)
-        return units.kv + units.kv_gradients + waiting
+        fixed: Table = np.cumsum(operands * walk.defers, axis=1)
+        fixed += units.kv + units.kv_gradients - operands * np.maximum(0, walk.defers)
+        return fixed
 
     def taken(self, levels: Levels) -> Table:
         """Return the bytes during each forward and backward, [ranks, actions]; 0 during others.
@@ -217,8 +217,8 @@ class LevelChoice:
     @cached_property
     def room(self) -> Table:
         """Bytes on each rank for units and their K and V, [ranks]."""
-        most: Table = self.taken(self._last_level).max(axis=1)
-        return most - _excess_bytes(self.least_memory)
+        room: Table = self.taken(self._last_level).max(axis=1)
+        return room - _excess_bytes(self.least_memory)
 
     @property
     def _last_level(self) -> Levels:
