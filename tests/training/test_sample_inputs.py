@@ -130,6 +130,6 @@ def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
     checked = preflight(job_alone(run))
     planner = step_planner(checked.plan, background_saves=True)
     (alone,) = planner.packing_search.as_planned([planner.longest])
-    evaluated = evaluate_candidate(planner.base.with_packed(alone.packed.sequences))
+    evaluated = evaluate_candidate(planner.base.with_packed(alone.sequences))
     assert evaluated.candidate.lengths == checked.plan.lengths
     assert evaluated.memory == checked.plan.rank_memory

@@ -14,7 +14,7 @@ then differed by 0.4 to 10 % instead of 6 to 13 %.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
@@ -36,10 +36,19 @@ class PackedSamples:
     Attributes:
         sequences: Sequences that the samples are packed into.
         samples: Indices of the samples of each sequence, in order; PADDING for padding.
+        least_s: Estimated seconds of the pipeline with everything retained; 0 if not estimated.
+        first: Tokens of the first slice that determined the packing; 0 if none did.
     """
 
     sequences: tuple[PackedSequence, ...]
     samples: tuple[tuple[int, ...], ...]
+    least_s: float = 0.0
+    first: int = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest subsequence."""
+        return max(max(sequence.lengths) for sequence in self.sequences)
 
     @property
     def padding_tokens(self) -> int:
@@ -50,15 +59,6 @@ class PackedSamples:
             for tokens, sample in zip(sequence.samples, samples, strict=True)
             if sample == PADDING
         )
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """Subsequence that is being filled with samples."""
-
-    slices: tuple[int, ...] = ()
-    """Tokens of the slices of the long sample before its tail."""
-    samples: list[int] = field(default_factory=list)
 
 
 def pack_samples(
@@ -129,7 +129,9 @@ class _Buckets:
 
     def __init__(self, cost: SampleCost, mesh: SliceMesh, *, least_tokens: int) -> None:
         self._cost, self._mesh, self._least_tokens = cost, mesh, least_tokens
-        self._buckets: list[_Bucket] = []
+        self._slices: list[tuple[int, ...]] = []
+        """Tokens of the slices before the tail of the long sample of each bucket."""
+        self._samples: list[list[int]] = []
         self._tokens: Floats = np.zeros(0)
         self._attention_s: Floats = np.zeros(0)
 
@@ -141,7 +143,8 @@ class _Buckets:
         """
         if not cut:
             return
-        self._buckets = [_Bucket(slices[:-1], [sample]) for sample, slices in cut.items()]
+        self._slices = [slices[:-1] for slices in cut.values()]
+        self._samples = [[sample] for sample in cut]
         self._tokens = np.array([slices[-1] for slices in cut.values()], dtype=np.float64)
         lengths = np.array([sum(slices) for slices in cut.values()], dtype=np.float64)
         self._attention_s = self._cost.attention_s(lengths - self._tokens, lengths)
@@ -156,11 +159,11 @@ class _Buckets:
             after = self._tokens + tokens
             has_room = after <= self._mesh.room
             if not has_room.any():
-                self._append(_Bucket(samples=[sample]), tokens, own_s)
+                self._append([sample], tokens, own_s)
                 continue
             seconds = self._cost.without_attention_s(after) + self._attention_s + own_s
             place = int(np.argmin(np.where(has_room, seconds, np.inf)))
-            self._buckets[place].samples.append(sample)
+            self._samples[place].append(sample)
             self._tokens[place] = after[place]
             self._attention_s[place] += own_s
 
@@ -170,13 +173,17 @@ class _Buckets:
         self._tokens = np.ceil(self._tokens / multiple) * multiple
         seconds = self._seconds()
         order = sorted(
-            (index for index, bucket in enumerate(self._buckets) if bucket.samples),
-            key=lambda index: (-len(self._buckets[index].slices), -seconds[index], index),
+            (index for index, samples in enumerate(self._samples) if samples),
+            key=lambda index: (-len(self._slices[index]), -seconds[index], index),
         )
-        buckets = [(self._buckets[index], int(self._tokens[index])) for index in order]
         found = [
-            packed_sequence(bucket.samples, lengths, slices=bucket.slices, last_tokens=tokens)
-            for bucket, tokens in buckets
+            packed_sequence(
+                self._samples[index],
+                lengths,
+                slices=self._slices[index],
+                last_tokens=int(self._tokens[index]),
+            )
+            for index in order
         ]
         sequences, samples = zip(*found, strict=True)
         return PackedSamples(sequences, samples)
@@ -189,8 +196,8 @@ class _Buckets:
             token_s = float(self._cost.seconds[-1] / self._cost.tokens[-1])
             all_s = token_s * tokens + float(attention_s.sum() + self._attention_s.sum())
             needed = max(needed, ceil(all_s / self._mesh.slice_s))
-        for _ in range(needed - len(self._buckets)):
-            self._append(_Bucket(), 0.0, 0.0)
+        for _ in range(needed - len(self._samples)):
+            self._append([], 0.0, 0.0)
 
     def _raise_to_least(self) -> None:
         """Merge buckets of too few tokens into the shortest others; pad a bucket that is alone."""
@@ -198,24 +205,24 @@ class _Buckets:
         for index in np.flatnonzero((self._tokens > 0) & (self._tokens < least)).tolist():
             if self._tokens[index] >= least:  # another bucket was merged into this one
                 continue
-            bucket = self._buckets[index]
             others = [
                 other
                 for other in np.argsort(self._tokens, kind="stable").tolist()
-                if other != index and self._buckets[other].samples
+                if other != index and self._samples[other]
             ]
             if not others:
                 self._tokens[index] = least
                 continue
-            assert not bucket.slices, "a tail that is too short joins the slice before it"
+            assert not self._slices[index], "a tail that is too short joins the slice before it"
             place = others[0]
-            self._buckets[place].samples += bucket.samples
+            self._samples[place] += self._samples[index]
             self._tokens[place] += self._tokens[index]
             self._attention_s[place] += self._attention_s[index]
-            bucket.samples, self._tokens[index], self._attention_s[index] = [], 0.0, 0.0
+            self._samples[index], self._tokens[index], self._attention_s[index] = [], 0.0, 0.0
 
-    def _append(self, bucket: _Bucket, tokens: float, attention_s: float) -> None:
-        self._buckets.append(bucket)
+    def _append(self, samples: list[int], tokens: float, attention_s: float) -> None:
+        self._slices.append(())
+        self._samples.append(samples)
         self._tokens = np.append(self._tokens, tokens)
         self._attention_s = np.append(self._attention_s, attention_s)
 

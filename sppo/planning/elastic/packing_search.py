@@ -37,26 +37,6 @@ _PRICED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class StepPacking:
-    """One way to pack the samples of a step.
-
-    Attributes:
-        packed: Packed samples.
-        least_s: Estimated seconds of the pipeline with everything retained.
-        first: Tokens of the first slice that determined the packing; 0 if none did.
-    """
-
-    packed: PackedSamples
-    least_s: float
-    first: int = 0
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the largest subsequence."""
-        return max(max(sequence.lengths) for sequence in self.packed.sequences)
-
-
-@dataclass(frozen=True, slots=True)
 class PackingSearch:
     """Packings of the samples of steps of one run.
 
@@ -77,7 +57,7 @@ class PackingSearch:
     tries_sizes: bool
     room: int = 0
 
-    def packings(self, lengths: Sequence[int], *, quick: bool = False) -> list[StepPacking]:
+    def packings(self, lengths: Sequence[int], *, quick: bool = False) -> list[PackedSamples]:
         """Return the packings to try, by estimated time, the fastest first.
 
         Args:
@@ -86,7 +66,7 @@ class PackingSearch:
         """
         if self.room:
             packings = [self._packing(lengths, mesh) for mesh in self._meshes_of_one_rank]
-            different = {packing.packed.sequences: packing for packing in reversed(packings)}
+            different = {packing.sequences: packing for packing in reversed(packings)}
             return sorted(different.values(), key=lambda packing: packing.least_s)
         if not self.tries_sizes:
             return self.as_planned(lengths)
@@ -112,10 +92,10 @@ class PackingSearch:
                 for factor in (1.0, _HALF_STEPS[1])
             ),
         ]
-        different = {packing.packed.sequences: packing for packing in (*rough, *more)}
+        different = {packing.sequences: packing for packing in (*rough, *more)}
         return sorted(different.values(), key=lambda packing: packing.least_s)
 
-    def as_planned(self, lengths: Sequence[int]) -> list[StepPacking]:
+    def as_planned(self, lengths: Sequence[int]) -> list[PackedSamples]:
         """Return the packing by the mesh of the run's plan, as the only one."""
         return [self._packing(lengths, self._mesh_as_planned)]
 
@@ -168,7 +148,7 @@ class PackingSearch:
         *,
         least: float = _LEAST_SLICES[0],
         room: float = _ROOMS[0],
-    ) -> StepPacking:
+    ) -> PackedSamples:
         """Return the packing into subsequences that take as long as a first slice."""
         mesh = mesh_of_first_slice(
             self.cost,
@@ -180,7 +160,7 @@ class PackingSearch:
         )
         return self._packing(lengths, mesh, first=first)
 
-    def _packing(self, lengths: Sequence[int], mesh: SliceMesh, *, first: int = 0) -> StepPacking:
+    def _packing(self, lengths: Sequence[int], mesh: SliceMesh, *, first: int = 0) -> PackedSamples:
         """Return the packing by a mesh, with its estimated time."""
         packed = pack_samples(
             lengths,
@@ -193,7 +173,7 @@ class PackingSearch:
         ranks = self.base.pipeline_parallel_degree
         filling_s = (ranks - 1) / self.base.virtual_stages * seconds.max()
         least_s = float(seconds.sum() + filling_s) / ranks
-        return StepPacking(packed, least_s, first)
+        return replace(packed, least_s=least_s, first=first)
 
     @property
     def multiple(self) -> int:

@@ -23,7 +23,7 @@ from sppo.cost.stage_cost import executed_flops
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.packing import PADDING, PackedSamples
-from sppo.planning.elastic.packing_search import PackingSearch, StepPacking
+from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
@@ -213,12 +213,11 @@ class StepPlanner:
         Raises:
             MemoryError: No plan fits.
         """
-        only = StepPacking(packed, least_s=0.0)
         short: list[EvaluatedCandidate] = []
         alone = replace(self, quick=True)
         for bases in self._bases():
             found = [
-                plan for base in bases for plan in alone._fitting([only], base=base, short=short)
+                plan for base in bases for plan in alone._fitting([packed], base=base, short=short)
             ]
             if found:
                 return min(found, key=lambda plan: plan.step_s)
@@ -264,7 +263,7 @@ class StepPlanner:
 
     def _fitting(
         self,
-        packings: Sequence[StepPacking],
+        packings: Sequence[PackedSamples],
         *,
         base: Candidate,
         short: list[EvaluatedCandidate],
@@ -286,15 +285,15 @@ class StepPlanner:
                 break
             if largest is not None and packing.most_tokens >= largest:
                 continue
-            evaluated = evaluate_candidate(base.with_packed(packing.packed.sequences))
+            evaluated = evaluate_candidate(base.with_packed(packing.sequences))
             if evaluated.shortfall is None:
-                found.append(StepPlan(packing.packed, evaluated))
+                found.append(StepPlan(packing, evaluated))
             else:
                 short.append(evaluated)
                 largest = packing.most_tokens
             levels = self.levels and not self.quick and _chooses_levels(base)
             if levels and evaluated.effective_policy != "retain":
-                pressed.append((packing.packed, evaluated.candidate))
+                pressed.append((packing, evaluated.candidate))
         return found + _with_levels(pressed)
 
     def _bases(self) -> Iterator[tuple[Candidate, ...]]:

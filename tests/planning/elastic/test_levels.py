@@ -59,7 +59,7 @@ def pressed(samples=64, *, ranks=4, share=0.5, longest=65536, host=False):
     planned = planner(longest, model=LARGE, hardware="a100-80g", ranks=ranks, sequence_parallel=8)
     base = planned.base if host else on_machine(planned.base, host_memory_bytes=0)
     lengths = draw("github", samples, seed=0, longest=longest)
-    packed = planned.with_base(base).packing_search.packings(lengths)[0].packed
+    packed = planned.with_base(base).packing_search.packings(lengths)[0]
     return with_room(base.with_packed(packed.sequences), share)
 
 
@@ -87,7 +87,7 @@ def pressed_steps(draw):
     """A planner whose devices have too little memory or just enough, and samples of a step."""
     planner = draw(planners(policies=("auto",)))
     lengths = draw(lengths_of_samples(longest=planner.longest))
-    packed = planner.packing_search.packings(lengths)[0].packed
+    packed = planner.packing_search.packings(lengths)[0]
     tight = with_room(planner.base.with_packed(packed.sequences), draw(st.floats(-0.2, 1.1)))
     base = replace(planner.base, workload=tight.workload)
     return planner.with_base(base), lengths

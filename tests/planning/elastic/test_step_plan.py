@@ -77,7 +77,7 @@ def packed_candidates(draw, **of_planners):
     """A candidate with the sequences that a planner tries for some samples."""
     planner = draw(planners(**of_planners))
     packings = planner.packing_search.packings(draw(lengths_of_samples(longest=planner.longest)))
-    return planner.base.with_packed(draw(st.sampled_from(packings)).packed.sequences)
+    return planner.base.with_packed(draw(st.sampled_from(packings)).sequences)
 
 
 @settings(

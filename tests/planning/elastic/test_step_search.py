@@ -107,8 +107,8 @@ def test_smaller_subsequences_where_memory_is_short():
     plan = roomy.plan(lengths)
     device = roomy.base.workload.hardware.device
     least = min(
-        packing.packed.sequences
-        and evaluate_candidate(roomy.base.with_packed(packing.packed.sequences)).device_peak_bytes
+        packing.sequences
+        and evaluate_candidate(roomy.base.with_packed(packing.sequences)).device_peak_bytes
         for packing in roomy.packing_search.packings(lengths)
     )
     assert least < plan.evaluated.device_peak_bytes
