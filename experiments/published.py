@@ -27,11 +27,10 @@ from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
-from sppo.cost.layer import Workload
+from sppo.cost.layer import PART_NAMES, Workload
 from sppo.cost.memory.stage_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.pass_parts import PART_NAMES
 from sppo.cost.stage_cost import stage_costs, stage_parts, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
@@ -181,14 +180,9 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
     costs = stage_costs(candidate, seconds=seconds, placement=_placement(published))
     own = list(candidate.stages_of_rank(0))
     plain = [stage_parts(candidate)[stage] for stage in own]
-    parts = {
-        name: candidate.sequences
-        * sum(float(getattr(passes, name).sum()) for stage in plain for passes in stage.values())
-        for name in PART_NAMES
-    }
+    parts = {name: candidate.sequences * sum(stage[name] for stage in plain) for name in PART_NAMES}
     computed = float((costs.forward_s + costs.backward_s + costs.weight_s)[own].sum())
-    units = seconds.units
-    kept = float((units.forward + units.backward + units.weight)[own].sum())
+    kept = float((seconds.forward + seconds.backward + seconds.weight)[own].sum())
     parts["gathers not hidden"] = kept - sum(parts.values())
     parts["recompute"] = computed - kept
     parts["reduce"] = float(seconds.reduce_s[own].sum())

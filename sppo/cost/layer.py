@@ -13,9 +13,9 @@ width, g sequence-parallel degree. Tables are [subsequences].
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from math import prod, sqrt
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +36,6 @@ from sppo.cost.elementwise import (
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, layer_flops, recomputed_linear_names
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape, layer_shapes
-from sppo.cost.pass_parts import LayerParts, LayerSeconds, PassParts, pass_parts
 from sppo.cost.tiles import tile_tokens
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.rates import Floats, Product
@@ -110,13 +109,38 @@ class Workload:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
 
-def layer_seconds(workload: Workload, parts: SampleParts, *, window: int | None) -> LayerSeconds:
+PASS_NAMES = ("forward", "backward", "weight", "linear_recompute", "attention_recompute")
+"""Passes over a layer: F, the input half of B without recomputation, the weight half of B, and the
+recomputation of the linear class and of attention."""
+PART_NAMES = (
+    *("products", "attention", "elementwise", "gradient_sums"),
+    *("exchange", "launches"),
+)
+"""Parts of a pass: matrix products; attention kernels; norms, rotation, activation functions,
+residuals, casts and copies; reading and writing fp32 sums of weight gradients, unless products
+include this traffic; communication inside a sequence-parallel group; fixed costs of kernels."""
+
+Parts = Mapping[str, Table]
+"""Seconds of a pass over each subsequence, [subsequences], by part."""
+
+
+def layer_seconds(
+    workload: Workload, parts: SampleParts, *, window: int | None
+) -> dict[str, Table]:
     """Return the seconds of each pass over one layer, the sums of its :func:`layer_parts`."""
-    return layer_parts(workload, parts, window=window).seconds
+    passes = layer_parts(workload, parts, window=window)
+    return {name: summed(of_pass) for name, of_pass in passes.items()}
 
 
-def layer_parts(workload: Workload, parts: SampleParts, *, window: int | None) -> LayerParts:
-    """Return the seconds of each pass over one layer, by products, attention and other parts.
+def summed(parts: Parts) -> Table:
+    """Return the seconds of a pass from those of its parts."""
+    return reduce(np.add, parts.values())
+
+
+def layer_parts(
+    workload: Workload, parts: SampleParts, *, window: int | None
+) -> dict[str, dict[str, Table]]:
+    """Return the seconds of each of :data:`PASS_NAMES` over one layer, by part.
 
     Args:
         workload: Model, machine, precision, sequence parallelism.
@@ -135,44 +159,46 @@ def layer_parts(workload: Workload, parts: SampleParts, *, window: int | None) -
     times = _EXCHANGES[workload.sequence_parallel]
     saving = {index: _saving_seconds(workload, index, tokens=tokens) for index in _CLASSES}
     backward_elementwise = backward_work(model, element_bytes=workload.element_bytes)
-    found = LayerParts(
-        forward=pass_parts(
-            tokens,
-            products=_product_seconds(workload, matrices, tokens=tokens, product="forward"),
-            attention=attention,
-            elementwise=_elementwise_seconds(workload, forward_work(model), tokens=tokens)
+    passes: dict[str, dict[str, Table]] = {
+        "forward": {
+            "products": _product_seconds(workload, matrices, tokens=tokens, product="forward"),
+            "attention": attention,
+            "elementwise": _elementwise_seconds(workload, forward_work(model), tokens=tokens)
             + sum(saving.values()),
-            exchange=exchange,
-            launches=_FORWARD_KERNELS * device.kernel_s,
-        ),
-        backward=pass_parts(
-            tokens,
-            products=_product_seconds(workload, matrices, tokens=tokens, product="input"),
-            attention=attention_backward,
-            elementwise=_elementwise_seconds(workload, backward_elementwise, tokens=tokens),
-            exchange=exchange * times.backward,
-            launches=_BACKWARD_KERNELS * device.kernel_s,
-        ),
-        weight=pass_parts(
-            tokens,
-            products=_product_seconds(workload, matrices, tokens=tokens, product="weight"),
-            gradient_sums=_gradient_sum_seconds(workload, matrices),
-        ),
-        linear_recompute=pass_parts(
-            tokens,
-            products=_product_seconds(workload, recomputed, tokens=tokens, product="forward"),
-            elementwise=_elementwise_seconds(workload, linear_recompute_work(model), tokens=tokens)
+            "exchange": exchange,
+            "launches": np.full_like(tokens, _FORWARD_KERNELS * device.kernel_s),
+        },
+        "backward": {
+            "products": _product_seconds(workload, matrices, tokens=tokens, product="input"),
+            "attention": attention_backward,
+            "elementwise": _elementwise_seconds(workload, backward_elementwise, tokens=tokens),
+            "exchange": exchange * times.backward,
+            "launches": np.full_like(tokens, _BACKWARD_KERNELS * device.kernel_s),
+        },
+        "weight": {
+            "products": _product_seconds(workload, matrices, tokens=tokens, product="weight"),
+            "gradient_sums": np.full_like(tokens, _gradient_sum_seconds(workload, matrices)),
+        },
+        "linear_recompute": {
+            "products": _product_seconds(workload, recomputed, tokens=tokens, product="forward"),
+            "elementwise": _elementwise_seconds(
+                workload, linear_recompute_work(model), tokens=tokens
+            )
             - saving[LINEAR],
-            exchange=exchange * times.linear_recompute,
-        ),
-        attention_recompute=pass_parts(
-            tokens,
-            attention=attention,
-            elementwise=-saving[ATTENTION],
-            exchange=exchange * times.attention_recompute,
-        ),
-    )
-    return found.corrected(workload.correction)
+            "exchange": exchange * times.linear_recompute,
+        },
+        "attention_recompute": {
+            "attention": attention,
+            "elementwise": -saving[ATTENTION],
+            "exchange": exchange * times.attention_recompute,
+        },
+    }
+    correction = workload.correction
+    factors = {"forward": correction.forward}
+    return {
+        name: {part: own * factors.get(name, correction.backward) for part, own in parts_s.items()}
+        for name, parts_s in passes.items()
+    }
 
 
 def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
@@ -194,8 +220,13 @@ def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
     return seconds * workload.correction.backward
 
 
-def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:
-    """Return the seconds of the last norm, vocabulary projection, loss and their gradients.
+def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
+    """Return the seconds of the head in F, the sum of :func:`head_parts`, [subsequences]."""
+    return summed(head_parts(workload, tokens=tokens))
+
+
+def head_parts(workload: Workload, *, tokens: Floats) -> dict[str, Table]:
+    """Return the seconds by part of the last norm, the vocabulary projection, loss and gradients.
 
     All run in F, tile by tile of tokens, so products are priced at the shape of a tile.
     """
@@ -222,13 +253,12 @@ def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:
     )
     norms = [Work(model.norm, model.hidden_size), Work(f"{model.norm}_backward", model.hidden_size)]
     tiles = here / tile
-    found = pass_parts(
-        tokens,
-        products=products * tiles,
-        elementwise=loss * tiles + _elementwise_seconds(workload, norms, tokens=tokens),
-        gradient_sums=_gradient_sum_seconds(workload, [shape]) * tiles,
-    )
-    return found.times(workload.correction.forward)
+    parts = {
+        "products": products * tiles,
+        "elementwise": loss * tiles + _elementwise_seconds(workload, norms, tokens=tokens),
+        "gradient_sums": _gradient_sum_seconds(workload, [shape]) * tiles,
+    }
+    return {name: seconds * workload.correction.forward for name, seconds in parts.items()}
 
 
 def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
@@ -378,18 +408,18 @@ def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[fl
     )
     linear = quadratic = 0.0
     windows = [model.window_of(layer) for layer in range(model.num_layers)]
-    parts = {
+    passes = {
         window: layer_parts(workload, behind_as_many, window=window)
         for window in dict.fromkeys(windows)
     }
     for window in windows:
-        one, seconds = parts[window], parts[window].seconds
-        attention = float((one.forward.attention + one.backward.attention)[0])
-        total = float((seconds.forward + seconds.backward + seconds.weight)[0])
+        one = passes[window]
+        attention = float((one["forward"]["attention"] + one["backward"]["attention"])[0])
+        total = sum(float(summed(one[name])[0]) for name in ("forward", "backward", "weight"))
         linear += (total - attention) / tokens
         if window is None:
             quadratic += attention / causal_pairs(int(tokens), int(2 * tokens))
         else:
             linear += attention / tokens
-    head = head_parts(workload, tokens=np.array([tokens])).seconds
+    head = head_seconds(workload, tokens=np.array([tokens]))
     return linear + float(head[0]) / tokens, quadratic

@@ -36,14 +36,16 @@ from sppo.cost.flops import executed_step_flops, partition_costs, recomputed_lin
 from sppo.cost.kv import kv_bytes_per_token, kv_offload_bytes, kv_recompute_seconds
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
+    PART_NAMES,
+    PASS_NAMES,
     Workload,
     head_parts,
+    head_seconds,
     layer_parts,
     layer_seconds,
     update_seconds,
 )
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
-from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS, shard_seconds
 from sppo.cost.sharding.stage_parameters import (
     device_parameters,
@@ -76,15 +78,24 @@ class StageSeconds:
     """Seconds of each stage and unit; units are numbered through all sequences.
 
     Attributes:
-        units: Seconds of the layers and the head of each stage, including collectives after each
-            use (ZeRO-2 and 3), [stages, units].
+        forward: Seconds of F in all layers, and in the head, of each stage, including collectives
+            after each use (ZeRO-2 and 3), [stages, units].
+        backward: Seconds of the input half of B, including attention and collectives after each
+            use, without recomputation, [stages, units].
+        weight: Seconds of the weight half of B, [stages, units].
+        linear_recompute: Seconds of recomputing the linear class, [stages, units].
+        attention_recompute: Seconds of recomputing attention, [stages, units].
         update_s: Seconds of the optimizer step of each rank, in the entry of its first stage, since
             the step waits for the norm of all gradients, [stages].
         reduce_s: Seconds that a rank waits for reductions after the last backward of each stage; in
             the entry of its first stage also for gathers of all updated weights, [stages].
     """
 
-    units: LayerSeconds
+    forward: Table
+    backward: Table
+    weight: Table
+    linear_recompute: Table
+    attention_recompute: Table
     update_s: Table
     reduce_s: Table
 
@@ -95,16 +106,14 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     Raises:
         ValueError: More stages than layers.
     """
-    one = _sequence_seconds(candidate)
+    passes = _sequence_seconds(candidate)
     if candidate.schedule in DEFERRING_WEIGHTS:
-        one = replace(one, weight=one.weight + deferral_seconds(candidate))
-    units = LayerSeconds(
-        *(_of_units(getattr(one, name), candidate.sequences) for name in PASS_NAMES)
-    )
+        passes["weight"] = passes["weight"] + deferral_seconds(candidate)
+    passes = {name: _of_units(table, candidate.sequences) for name, table in passes.items()}
     if candidate.zero >= 2:
-        units = with_collectives(candidate, units)
+        passes |= with_collectives(candidate, passes)
     return StageSeconds(
-        units, update_s=_update_seconds(candidate), reduce_s=_reduce_seconds(candidate)
+        **passes, update_s=_update_seconds(candidate), reduce_s=_reduce_seconds(candidate)
     )
 
 
@@ -163,7 +172,6 @@ def stage_costs(
         placement: Placement by the activation policy, [stages, subsequences] of each sequence; None
             retains everything. Recomputation runs inside B and counts in B.
     """
-    units = seconds.units
     placed = placement or _everything_retained(candidate)
     beside = _costs_beside_activations(candidate)
     retained, offloaded = (
@@ -172,12 +180,12 @@ def stage_costs(
     )
     copied = offloaded + beside.kv_offload_bytes
     disturbed_s = copied * candidate.workload.hardware.node.copy_compute_s_per_byte
-    recomputed_s = _recompute_seconds(candidate, placed, units=units)
+    recomputed_s = _recompute_seconds(candidate, placed, seconds=seconds)
     return replace(
         beside,
-        forward_s=units.forward + disturbed_s + beside.forward_s,
-        backward_s=units.backward + disturbed_s + beside.backward_s + recomputed_s,
-        weight_s=units.weight,
+        forward_s=seconds.forward + disturbed_s + beside.forward_s,
+        backward_s=seconds.backward + disturbed_s + beside.backward_s + recomputed_s,
+        weight_s=seconds.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
@@ -228,22 +236,23 @@ def _costs_beside_activations(candidate: Candidate) -> Costs:
 
 
 def _recompute_seconds(
-    candidate: Candidate, placement: ActivationPlacement, *, units: LayerSeconds
+    candidate: Candidate, placement: ActivationPlacement, *, seconds: StageSeconds
 ) -> Table:
     """Return the seconds of recomputation in backward, [stages, units].
 
     Args:
         candidate: Candidate that the units belong to.
         placement: Placement of the candidate's activations.
-        units: Seconds of the candidate's units.
+        seconds: Seconds of the candidate's units.
     """
     share = placement.recomputed / np.array(candidate.lengths)[None, :, None]
     linear = share[:, :, LINEAR] + _input_recompute_fraction(candidate)
     of_linear, of_attention = (
         _of_units(table, candidate.sequences) for table in (linear, share[:, :, ATTENTION])
     )
-    seconds: Table = units.linear_recompute * of_linear + units.attention_recompute * of_attention
-    return seconds
+    linear_s: Table = seconds.linear_recompute * of_linear
+    attention_s: Table = seconds.attention_recompute * of_attention
+    return linear_s + attention_s
 
 
 def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
@@ -436,7 +445,7 @@ def _of_units(table: _Values, sequences: int) -> _Values:
     return np.concatenate([table] * sequences, axis=1) if sequences > 1 else table
 
 
-def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
+def _sequence_seconds(candidate: Candidate) -> dict[str, Table]:
     """Return the seconds of one sequence, or of all packed sequences, [stages, subsequences]."""
     workload, stages, lengths = candidate.workload, candidate.stages, candidate.lengths
     by_window, head = _layers_and_head_seconds(workload, lengths, candidate.packed)
@@ -444,17 +453,17 @@ def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
     windows = [*by_window]
     counts = np.array([[own[window] for window in windows] for own in layers_by_window])
     tables = {
-        name: counts @ np.stack([getattr(by_window[window], name) for window in windows])
+        name: counts @ np.stack([by_window[window][name] for window in windows])
         for name in PASS_NAMES
     }
     tables["forward"][-1] += head
-    return LayerSeconds(**tables)
+    return tables
 
 
 @lru_cache(maxsize=128)
 def _layers_and_head_seconds(
     workload: Workload, lengths: tuple[int, ...], packed: tuple[PackedSequence, ...]
-) -> tuple[Mapping[int | None, LayerSeconds], Table]:
+) -> tuple[Mapping[int | None, Mapping[str, Table]], Table]:
     """Return the seconds of a layer of each window, and of the head, [subsequences].
 
     Cached because the result does not depend on the number of stages; must not be modified.
@@ -465,30 +474,29 @@ def _layers_and_head_seconds(
         window: layer_seconds(workload, parts, window=window)
         for window in {model.window_of(layer) for layer in range(model.num_layers)}
     }
-    return by_window, head_parts(workload, tokens=parts.tokens).seconds
+    return by_window, head_seconds(workload, tokens=parts.tokens)
 
 
-def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
-    """Return the parts of the passes of each stage, for one sequence or for all packed sequences.
+def stage_parts(candidate: Candidate) -> tuple[Mapping[str, float], ...]:
+    """Return the seconds of F, B and W of each stage by part, without recomputation and gathers.
 
     Returns:
-        For each stage, the parts [subsequences] of F, B and W under the field names of
-        :class:`sppo.cost.pass_parts.LayerSeconds`, without recomputation and gathers.
+        For each stage, the sums over one sequence or all packed sequences of each of
+        :data:`sppo.cost.layer.PART_NAMES`.
     """
     workload, model = candidate.workload, candidate.workload.model
-    spans, stages = candidate.sample_parts, []
+    spans, found = candidate.sample_parts, []
     for stage, layers in enumerate(candidate.stages):
-        windows = Counter(model.window_of(layer) for layer in layers)
-        found: dict[str, PassParts] = {}
-        for window, count in windows.items():
-            one = layer_parts(workload, spans, window=window)
-            for name in ("forward", "backward", "weight"):
-                parts = getattr(one, name).times(count)
-                found[name] = found[name] + parts if name in found else parts
-        if candidate.is_last_stage(stage):
-            found["forward"] += head_parts(workload, tokens=spans.tokens)
-        stages.append(found)
-    return tuple(stages)
+        passes = [(1, head_parts(workload, tokens=spans.tokens))] * candidate.is_last_stage(stage)
+        for window, count in Counter(map(model.window_of, layers)).items():
+            of_layer = layer_parts(workload, spans, window=window)
+            passes += [(count, of_layer[name]) for name in ("forward", "backward", "weight")]
+        totals = dict.fromkeys(PART_NAMES, 0.0)
+        for count, parts in passes:
+            for name, seconds in parts.items():
+                totals[name] += count * float(seconds.sum())
+        found.append(totals)
+    return tuple(found)
 
 
 def _reduce_seconds(candidate: Candidate) -> Table:

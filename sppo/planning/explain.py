@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops
 from sppo.cost.kv import kv_compute_seconds
-from sppo.cost.pass_parts import PART_NAMES, PassParts
+from sppo.cost.layer import PART_NAMES
 from sppo.cost.stage_cost import (
     copy_bytes_per_s,
     message_seconds,
@@ -66,9 +66,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
     seconds = stage_seconds(candidate)
     plain = stage_parts(candidate)
     nothing_recomputed = (
-        seconds.units.forward.sum(axis=1)
-        + seconds.units.backward.sum(axis=1)
-        + seconds.units.weight.sum(axis=1)
+        seconds.forward.sum(axis=1) + seconds.backward.sum(axis=1) + seconds.weight.sum(axis=1)
     )
     per_byte = candidate.workload.hardware.node.copy_compute_s_per_byte
     copied_bytes = costs.offload_bytes + costs.kv_offload_bytes
@@ -107,9 +105,9 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     workload, hardware = candidate.workload, candidate.workload.hardware
     device, peak = hardware.device, hardware.device.flops_per_s(workload.dtype)
     products_s = attention_s = 0.0
-    for passes in stage_parts(candidate):
-        products_s += sum(float(parts.products.sum()) for parts in passes.values())
-        attention_s += sum(float(parts.attention.sum()) for parts in passes.values())
+    for parts in stage_parts(candidate):
+        products_s += parts["products"]
+        attention_s += parts["attention"]
     products, attention = _executed_flops(candidate)
     degree = workload.sequence_parallel_degree
     published = workload.dtype == "bf16" and not device.attention_points
@@ -167,13 +165,9 @@ def _source(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int) 
     return hardware.sources.get(figure, "its hardware file")
 
 
-def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dict[str, float]:
+def _summed(stages: Sequence[Mapping[str, float]], *, sequences: int) -> dict[str, float]:
     """Return the seconds of each part, summed over all passes of some stages and all sequences."""
-    return {
-        name: sequences
-        * sum(float(getattr(parts, name).sum()) for passes in stages for parts in passes.values())
-        for name in PART_NAMES
-    }
+    return {name: sequences * sum(stage[name] for stage in stages) for name in PART_NAMES}
 
 
 def _groups(candidate: Candidate) -> int:

@@ -138,7 +138,7 @@ def hideable_bytes(plan, run):
 
     workload = Workload(run.model, plan.hardware, dtype=run.train.dtype)
     candidate = Candidate(workload, plan.lengths)
-    units = stage_seconds(candidate).units
+    units = stage_seconds(candidate)
     out, back = copy_bytes_per_s(candidate)
     forward, backward = units.forward[0, 1:], (units.backward + units.weight)[0, 1:]
     return np.minimum(forward * out, backward * back)

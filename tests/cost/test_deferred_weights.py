@@ -22,7 +22,7 @@ def added_seconds(hardware, schedule="seq_zb_h1"):
     workload = Workload(MODEL, PRESETS[hardware], dtype="fp32")
     candidate = Candidate(workload, (512, 256), pipeline_parallel_degree=2, schedule="sppo")
     deferring = replace(candidate, schedule=schedule)
-    one, other = (stage_seconds(which).units for which in (candidate, deferring))
+    one, other = (stage_seconds(which) for which in (candidate, deferring))
     np.testing.assert_array_equal(one.forward, other.forward)
     np.testing.assert_array_equal(one.backward, other.backward)
     return other.weight - one.weight, deferring

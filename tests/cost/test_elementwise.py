@@ -172,7 +172,7 @@ def perfect(*, gemm=RATE, elementwise=1e30, attention=1e30):
 def step_seconds(model, hardware, *, policy):
     lengths = tuple(b - a for a, b in zip(CUTS, CUTS[1:], strict=False))
     candidate = Candidate(Workload(model, hardware, dtype="fp32"), lengths)
-    units = stage_seconds(candidate).units
+    units = stage_seconds(candidate)
     total = units.forward + units.backward + units.weight
     return float((total + (units.linear_recompute if policy == "keep_attention" else 0)).sum())
 

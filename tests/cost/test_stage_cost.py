@@ -169,7 +169,7 @@ def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
             Workload(MODEL, hardware, dtype=dtype),
             parts_of_sequence((1024,)),
             window=None,
-        ).weight[0]
+        )["weight"][0]
         for hardware in (slower, PERFECT)
     ]
     matrices = sum(prod(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)

@@ -9,8 +9,7 @@ import pytest
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_compute_seconds
-from sppo.cost.layer import Workload
-from sppo.cost.pass_parts import PART_NAMES
+from sppo.cost.layer import PART_NAMES, Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for

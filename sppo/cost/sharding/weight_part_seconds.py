@@ -9,13 +9,12 @@ overlap the F of the next unit.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.pass_parts import LayerSeconds
 from sppo.cost.sharding.collectives import shard_seconds
 from sppo.cost.sharding.weight_parts import ElementsByCopies, ShardedParts, sharded_parts
 from sppo.schedule.costs import Table
@@ -27,23 +26,22 @@ _ADDED_PASSES = 3
 """Passes over a shard to add gradients to its sums: two reads and a write."""
 
 
-def with_collectives(candidate: Candidate, units: LayerSeconds) -> LayerSeconds:
-    """Return the seconds of units including the collectives of their parts, [stages, units].
+def with_collectives(candidate: Candidate, passes: Mapping[str, Table]) -> dict[str, Table]:
+    """Return the seconds of F, B and W of units including the collectives of their parts.
 
     Args:
         candidate: Candidate with `zero` of at least 2.
-        units: Seconds of units without collectives, [stages, units].
+        passes: Seconds without collectives, [stages, units], by name of the pass.
+
+    Returns:
+        Seconds, [stages, units], under the names "forward", "backward" and "weight".
     """
+    names = "forward", "backward", "weight"
     rows = [
-        _stage_with_collectives(candidate, _row(units, stage), stage=stage)
+        _stage_with_collectives(candidate, *(passes[name][stage] for name in names), stage=stage)
         for stage in range(len(candidate.stages))
     ]
-    return replace(
-        units,
-        forward=np.stack([row.forward for row in rows]),
-        backward=np.stack([row.backward for row in rows]),
-        weight=np.stack([row.weight for row in rows]),
-    )
+    return dict(zip(names, map(np.stack, zip(*rows, strict=True)), strict=True))
 
 
 def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], ...]:
@@ -89,16 +87,16 @@ def last_reduction_seconds(candidate: Candidate) -> Table:
 
 
 def _stage_with_collectives(
-    candidate: Candidate, units: LayerSeconds, *, stage: int
-) -> LayerSeconds:
-    """Return the seconds of one stage's units including collectives, [units]."""
+    candidate: Candidate, forward: Table, backward: Table, weight: Table, *, stage: int
+) -> tuple[Table, Table, Table]:
+    """Return the seconds of F, B and W of one stage's units including collectives, [units] each."""
     parts = sharded_parts(candidate, stage=stage)
     gather_s = _gather_s(candidate, parts.layer)
     reduction_s = _reduction_s(candidate, parts.layer)
     layers, visits = parts.num_layers, _backward_visits(candidate, parts.num_layers)
-    forward = _forward(candidate, parts, units.forward, gather_s=gather_s)
-    backward = units.backward + _local_s(candidate, parts.before_layers, passes=_FORMED_PASSES)
-    weight = units.weight + layers * _local_s(candidate, parts.layer, passes=_FORMED_PASSES)
+    forward = _forward(candidate, parts, forward, gather_s=gather_s)
+    backward = backward + _local_s(candidate, parts.before_layers, passes=_FORMED_PASSES)
+    weight = weight + layers * _local_s(candidate, parts.layer, passes=_FORMED_PASSES)
     embedding_s = _reduction_s(candidate, parts.before_layers)
     deferring = candidate.schedule in DEFERRING_WEIGHTS
     hidden_s, exposed_s = visits * gather_s, 0.0
@@ -115,7 +113,7 @@ def _stage_with_collectives(
         weight = np.maximum(weight, layers * reduction_s)
     else:
         backward = np.maximum(backward, hidden_s - weight)
-    return replace(units, forward=forward, backward=backward + exposed_s, weight=weight)
+    return forward, backward + exposed_s, weight
 
 
 def _forward(
@@ -178,12 +176,3 @@ def _local_s(candidate: Candidate, part: ElementsByCopies, *, passes: int) -> fl
         for copies, held in part.items()
     )
     return elements * ACCUMULATION_BYTES / candidate.workload.hardware.device.memory_bytes_per_s
-
-
-def _row(units: LayerSeconds, stage: int) -> LayerSeconds:
-    return replace(
-        units,
-        forward=units.forward[stage],
-        backward=units.backward[stage],
-        weight=units.weight[stage],
-    )

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sppo.cost.layer import Workload, attention_seconds, head_parts, layer_seconds
+from sppo.cost.layer import Workload, attention_seconds, head_seconds, layer_seconds
 from sppo.cost.packed_sequence import SampleParts
 from sppo.hardware.rates import Floats
 
@@ -76,11 +76,12 @@ def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
         )
     )
     parts = SampleParts(np.zeros_like(tokens), tokens, np.arange(len(tokens)))
-    seconds = head_parts(workload, tokens=tokens).seconds
+    seconds = head_seconds(workload, tokens=tokens)
     for window, layers in _windows(workload).items():
-        layer = layer_seconds(workload, parts, window=window)
+        passes = layer_seconds(workload, parts, window=window)
         attention = sum(attention_seconds(workload, parts, window=window))
-        seconds = seconds + layers * (layer.forward + layer.backward + layer.weight - attention)
+        own = passes["forward"] + passes["backward"] + passes["weight"]
+        seconds = seconds + layers * (own - attention)
     return SampleCost(workload, np.concatenate([[0.0], tokens]), np.concatenate([[0.0], seconds]))
 
 

@@ -26,14 +26,14 @@ def least_seconds(candidate: Candidate) -> float:
     work of a mean rank.
     """
     seconds, ranks = stage_seconds(candidate), candidate.pipeline_parallel_degree
-    units, updated_s = seconds.units, seconds.reduce_s + seconds.update_s
-    passes = units.forward + units.backward + units.weight
+    updated_s = seconds.reduce_s + seconds.update_s
+    passes = seconds.forward + seconds.backward + seconds.weight
     work_s = of_ranks(candidate, passes.sum(axis=1) + updated_s)
     work_s = work_s - updated_s[:ranks] + updated_s[:ranks].min()
     if candidate.schedule == "sppo_msp":
         return float(work_s.mean())
     defers = candidate.schedule in DEFERRING_WEIGHTS
-    way_s = units.forward[: ranks - 1, 0] if defers else passes[: ranks - 1, 0]
+    way_s = seconds.forward[: ranks - 1, 0] if defers else passes[: ranks - 1, 0]
     return float((work_s + np.concatenate([[0.0], np.cumsum(way_s)])).max())
 
 

@@ -45,9 +45,8 @@ def policy_inputs(
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
     exchange = layers[:, None] * exchange
-    unit_s = seconds.units
-    forward = _following(candidate, unit_s.forward[:, :count] - exchange)
-    backward = _following(candidate, (unit_s.backward + unit_s.weight)[:, :count] - exchange)
+    forward = _following(candidate, seconds.forward[:, :count] - exchange)
+    backward = _following(candidate, (seconds.backward + seconds.weight)[:, :count] - exchange)
     out, back = copy_bytes_per_s(candidate)
     offloads = _may_offload(candidate)
     tier_room = tier_room_bytes(candidate, states)
@@ -64,8 +63,8 @@ def policy_inputs(
         sequences=units.sequences,
         next_forward_s=forward,
         hidden_bytes=np.maximum(0.0, hidden),
-        linear_recompute_s=seconds.units.linear_recompute[:, :count],
-        attention_recompute_s=seconds.units.attention_recompute[:, :count],
+        linear_recompute_s=seconds.linear_recompute[:, :count],
+        attention_recompute_s=seconds.attention_recompute[:, :count],
         copy_bytes_per_s=min(out, back),
         may_offload=offloads,
         device_bytes=np.full(len(states), np.inf),

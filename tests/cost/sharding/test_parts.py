@@ -119,7 +119,7 @@ def test_priced_bytes_are_those_executed(degrees, schedule, vocab_size, zero):
     run = run_of(degrees, zero=zero, schedule=schedule, vocab_size=vocab_size)
     candidate = replace(run_candidate(run, hardware=hardware), schedule=schedule)
     with mock.patch("sppo.cost.layer.exchange_seconds", no_exchange):
-        units = stage_seconds(candidate).units
+        units = stage_seconds(candidate)
     priced = (units.forward + units.backward + units.weight).sum(axis=1)
     gathered, reduced = executed_bytes(run, hardware)
     sent = np.array(gathered) + np.array(reduced)
@@ -179,20 +179,20 @@ def test_the_longer_of_compute_and_collectives_counts():
         hidden, _ = stage_of_three(zero, 1e15)
         slow, elements = stage_of_three(zero, 1e8)
         reduction_s, gather_s = elements * 4 / 1e8, elements * 2 / 1e8 * (zero == 3)
-        assert hidden.units.forward[1] == pytest.approx(fast.units.forward[1])
+        assert hidden.forward[1] == pytest.approx(fast.forward[1])
         # Zeros and sums of whole gradients take some memory traffic.
-        whole = [s.units.backward[1] + s.units.weight[1] for s in (fast, hidden, slow)]
+        whole = [s.backward[1] + s.weight[1] for s in (fast, hidden, slow)]
         assert (whole[0] < whole[1]).all()
         assert whole[1] == pytest.approx(whole[0], rel=0.15)
         assert whole[2] == pytest.approx(reduction_s + gather_s)
-        expected = np.full(2, gather_s) if zero == 3 else fast.units.forward[1]
-        assert slow.units.forward[1] == pytest.approx(expected)
+        expected = np.full(2, gather_s) if zero == 3 else fast.forward[1]
+        assert slow.forward[1] == pytest.approx(expected)
 
 
 def test_weight_halves_hide_reductions_and_backwards_gathers():
     slow, elements = stage_of_three(3, 1e8, schedule="seq_zb_h1")
-    assert slow.units.backward[1] == pytest.approx(np.full(2, elements * 2 / 1e8))
-    assert slow.units.weight[1] == pytest.approx(np.full(2, elements * 4 / 1e8))
+    assert slow.backward[1] == pytest.approx(np.full(2, elements * 2 / 1e8))
+    assert slow.weight[1] == pytest.approx(np.full(2, elements * 4 / 1e8))
 
 
 def test_only_the_last_reduction_is_left_for_the_end():
@@ -235,8 +235,8 @@ def test_ends_without_room_beside_a_layer_are_exposed():
             data_parallel_degree=replicas,
             zero=2,
         )
-        units = stage_seconds(candidate).units
-        alone = stage_seconds(replace(candidate, zero=1)).units
+        units = stage_seconds(candidate)
+        alone = stage_seconds(replace(candidate, zero=1))
         added = units.backward + units.weight - alone.backward - alone.weight
         found[vocab_size] = added[0], units.forward[1] - alone.forward[1]
         last = 4 * 3 / 4 / rate

@@ -132,7 +132,7 @@ def test_corrections_that_make_no_sense_are_refused(wrong):
 
 def seconds(candidate, correction):
     workload = replace(candidate.workload, correction=correction)
-    return stage_seconds(replace(candidate, workload=workload)).units
+    return stage_seconds(replace(candidate, workload=workload))
 
 
 def plan_of(correction=NO_CORRECTION, *, corrects_plan=False, **more):
@@ -154,7 +154,7 @@ def test_packing_asks_for_the_costs_that_stages_have():
     cost = sample_cost(workload, most_tokens=8192)
     tokens = np.array([512.0])
     one = replace(candidate, workload=workload, packed=(), lengths=(512,), sequences=1)
-    units = stage_seconds(one).units
+    units = stage_seconds(one)
     expected = (units.forward + units.backward + units.weight).sum()
     found = cost.without_attention_s(tokens) + cost.attention_s(np.zeros(1), tokens)
     assert float(found[0]) == pytest.approx(float(expected))
