@@ -12,7 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -207,7 +207,7 @@ class SampleSteps(StepSource):
         if step + 1 < self._run.train.steps:
             following = self._data.step_samples(consumed + len(samples))
             self._plans.begin(self._request(following, self._history.current))
-        plan, prediction = taken.replica.plan, taken.replica.prediction
+        plan = taken.replica.plan
         own = [samples[index] for index in taken.replica.replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
         sequences = [
@@ -224,8 +224,8 @@ class SampleSteps(StepSource):
             tokens=sum(own_lengths),
             model_flops=sample_flops(self._run.model, own_lengths),
             executed_flops=plan.executed_flops,
-            step_s=prediction.step_s,
-            phases_s=prediction.phases_s,
+            step_s=taken.replica.step_s,
+            phases_s=taken.replica.phases_s,
             memory=self._memory(plan),
             samples=taken,
         )
@@ -262,7 +262,7 @@ class SampleSteps(StepSource):
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Correct the predictions of steps after the next; return metrics of this step."""
         assert work.samples is not None, "every step of samples is planned"
-        prediction = work.samples.replica.prediction
+        prediction = work.samples.replica
         self._history = self._history.after(step_figures(done, work.samples, self._peers))
         (uncorrected_s,) = self._peers.largest([prediction.uncorrected_s])
         return {
@@ -284,19 +284,19 @@ class SampleSteps(StepSource):
 
 def step_figures(done: DoneStep, taken: TakenPlan, peers: HostCollectives) -> StepFigures:
     """Return the figures of a step over all ranks, bit-identical on each. Collective."""
-    prediction, trace = taken.replica.prediction, done.result.trace
+    prediction, trace = taken.replica, done.result.trace
     own = [
-        *astuple(action_sums(trace, prediction.uncorrected, kinds=_FORWARDS)),
-        *astuple(action_sums(trace, prediction.uncorrected, kinds=_BACKWARDS)),
+        *action_sums(trace, prediction.uncorrected, kinds=_FORWARDS),
+        *action_sums(trace, prediction.uncorrected, kinds=_BACKWARDS),
         done.seconds - done.rest_s,
         prediction.uncorrected_actions_s,
         done.rest_s - taken.wait_s,
         1.0,
     ]
-    *sums, actions_s, predicted_s, rest_s, count = peers.total(own)
+    f_s, f_predicted_s, b_s, b_predicted_s, actions_s, predicted_s, rest_s, count = peers.total(own)
     return StepFigures.of(
-        ActionSums(*sums[:2]),
-        ActionSums(*sums[2:]),
+        (f_s, f_predicted_s),
+        (b_s, b_predicted_s),
         actions=actions_s / predicted_s,
         rest_s=rest_s / count,
     )
@@ -316,7 +316,7 @@ def action_sums(
     }
     # A stage runs every unit of the step.
     run = dict.fromkeys((one.action.kind, one.action.stage) for one in done)
-    return ActionSums(
+    return (
         sum(one.finish_s - one.start_s for one in done),
         sum(float(seconds[kind][stage].sum()) for kind, stage in run),
     )

@@ -151,7 +151,7 @@ def test_actions_are_compared_with_the_costs_of_their_unit(halves):
     trace = [executed(ActionKind.F, 1, unit, 7.0) for unit in units]
     trace += [executed(kind, 1, unit, 1.0) for unit in reversed(units) for kind in kinds]
     forward = action_sums(trace, costs, kinds=(ActionKind.F,))
-    assert (forward.measured_s, forward.predicted_s) == (21.0, 15.0)
-    backward = action_sums(trace, costs, kinds=(ActionKind.B, ActionKind.W))
-    assert backward.measured_s == 3.0 * len(kinds)
-    assert backward.predicted_s == pytest.approx((costs.backward_s + costs.weight_s)[1].sum())
+    assert forward == (21.0, 15.0)
+    measured_s, predicted_s = action_sums(trace, costs, kinds=(ActionKind.B, ActionKind.W))
+    assert measured_s == 3.0 * len(kinds)
+    assert predicted_s == pytest.approx((costs.backward_s + costs.weight_s)[1].sum())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from sppo.cost.correction import UNCORRECTED, CostCorrection
+from sppo.cost.stage_cost import stage_seconds
 from sppo.planning.elastic.step_correction import NO_CORRECTION, StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
-from sppo.planning.elastic.step_prediction import StepPrediction, predict_step
+from sppo.planning.make_plan import compute_seconds
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.schedule.costs import Costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +32,28 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaPlan:
-    """Division of a step over replicas, and the plan of one replica.
+    """Plan of one replica for one step, and its predicted seconds.
 
     Attributes:
+        plan: Plan of the replica.
         replicas: Samples of each replica, as indices among the samples of the step.
-        plan: Plan of one replica.
-        prediction: Predicted seconds of `plan`.
+        correction: Correction of the prediction.
+        step_s: Corrected seconds of the step.
+        phases_s: Corrected seconds of forwards and of backwards of the busiest rank, and outside of
+            the program.
+        uncorrected_s: Uncorrected seconds of the step.
+        uncorrected_actions_s: Uncorrected seconds from the first action of the program to the last.
+        uncorrected: Uncorrected costs of the actions.
     """
 
-    replicas: tuple[tuple[int, ...], ...]
     plan: StepPlan
-    prediction: StepPrediction
+    replicas: tuple[tuple[int, ...], ...]
+    correction: StepCorrection
+    step_s: float
+    phases_s: tuple[float, float, float]
+    uncorrected_s: float
+    uncorrected_actions_s: float
+    uncorrected: Costs
 
 
 def plan_replica(planner: StepPlanner, request: StepRequest, *, replica: int) -> ReplicaPlan:
@@ -60,7 +75,39 @@ def plan_replica(planner: StepPlanner, request: StepRequest, *, replica: int) ->
     replicas = planner.divided(request.lengths)
     plan = planner.plan([request.lengths[index] for index in replicas[replica]])
     assert plan.digest, "a plan has a program, and both have a digest"
-    return ReplicaPlan(replicas, plan, predict_step(plan, request.correction))
+    return predict_step(plan, request.correction, replicas=replicas)
+
+
+def predict_step(
+    plan: StepPlan, correction: StepCorrection, *, replicas: tuple[tuple[int, ...], ...] = ()
+) -> ReplicaPlan:
+    """Return the prediction for a plan, which may have been made with another correction."""
+    plain = _priced(plan.evaluated, UNCORRECTED)
+    corrected = _priced(plan.evaluated, correction.compute)
+    rest_s = plain.time.update_s if correction.rest_s is None else correction.rest_s
+    return ReplicaPlan(
+        plan,
+        replicas,
+        correction,
+        step_s=_actions_s(corrected) * correction.waiting + rest_s,
+        phases_s=(*compute_seconds(corrected), rest_s),
+        uncorrected_s=plain.step_s,
+        uncorrected_actions_s=_actions_s(plain),
+        uncorrected=plain.costs,
+    )
+
+
+def _priced(evaluated: EvaluatedCandidate, correction: CostCorrection) -> EvaluatedCandidate:
+    """Return the candidate priced with a correction, with its placement unchanged."""
+    workload = evaluated.candidate.workload
+    if workload.correction == correction:
+        return evaluated
+    candidate = replace(evaluated.candidate, workload=replace(workload, correction=correction))
+    return replace(evaluated, candidate=candidate, seconds=stage_seconds(candidate))
+
+
+def _actions_s(evaluated: EvaluatedCandidate) -> float:
+    return evaluated.step_s - evaluated.time.update_s
 
 
 def plan_pickled(planner: bytes, request: StepRequest, *, replica: int) -> ReplicaPlan:

@@ -25,22 +25,8 @@ _STEPS = 7
 """Number of last steps that a correction rests on; up to three of them may be disturbed."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActionSums:
-    """Seconds of the forwards, or of the backwards, of a step, summed over actions.
-
-    Attributes:
-        measured_s: Sum of measured seconds.
-        predicted_s: Sum of predicted seconds, uncorrected.
-    """
-
-    measured_s: float
-    predicted_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Measured over predicted seconds; 1 if nothing is predicted."""
-        return self.measured_s / self.predicted_s if self.predicted_s > 0 else 1.0
+ActionSums = tuple[float, float]
+"""Measured seconds of the forwards, or of the backwards, of a step, and uncorrected predictions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +60,9 @@ class StepFigures:
             actions: Measured over predicted time from the first action to the last.
             rest_s: Seconds outside of the program, mean over ranks.
         """
-        both = ActionSums(
-            forward.measured_s + backward.measured_s, forward.predicted_s + backward.predicted_s
-        )
-        waiting = actions / both.ratio if both.ratio > 0 else 1.0
-        return cls(forward.ratio, backward.ratio, bounded(waiting), max(0.0, rest_s), actions)
+        both = _ratio(forward[0] + backward[0], forward[1] + backward[1])
+        waiting = bounded(actions / both if both > 0 else 1.0)
+        return cls(_ratio(*forward), _ratio(*backward), waiting, max(0.0, rest_s), actions)
 
 
 _FIGURES = TypeAdapter(Annotated[tuple[StepFigures, ...], Field(max_length=_STEPS + 1)])
@@ -177,6 +161,11 @@ def _helps(figures: Sequence[StepFigures]) -> bool:
         return True
     corrected = statistics.median(abs(before / ratio - 1) for before, ratio in known)
     return corrected <= statistics.median(abs(1 / ratio - 1) for _, ratio in known)
+
+
+def _ratio(measured_s: float, predicted_s: float) -> float:
+    """Return measured over predicted seconds; 1 if nothing is predicted."""
+    return measured_s / predicted_s if predicted_s > 0 else 1.0
 
 
 def bounded(factor: float) -> float:

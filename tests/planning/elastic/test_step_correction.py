@@ -10,17 +10,15 @@ import pytest
 
 from sppo.cost.correction import UNCORRECTED, CostCorrection
 from sppo.cost.stage_cost import stage_seconds
-from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
+from sppo.planning.elastic.replica_plan import StepRequest, plan_replica, predict_step
 from sppo.planning.elastic.sample_cost import sample_cost
 from sppo.planning.elastic.step_correction import (
     MOST_FACTOR,
     NO_CORRECTION,
-    ActionSums,
     CorrectionHistory,
     StepCorrection,
     StepFigures,
 )
-from sppo.planning.elastic.step_prediction import predict_step
 from tests.planning.elastic.test_step_search import planner
 
 LENGTHS = (3000, 700, 600, 250, 90, 80, 70, 64, 12, 3)
@@ -29,7 +27,7 @@ BOTH = CostCorrection(1.5, 2.5)
 
 
 def figures(measured, *, actions=1.0, rest_s=0.5):
-    one = ActionSums(float(measured.sum()), float(PREDICTED.sum()))
+    one = float(measured.sum()), float(PREDICTED.sum())
     return StepFigures.of(one, one, actions=actions, rest_s=rest_s)
 
 
@@ -48,7 +46,7 @@ def test_factors_are_bounded(factor, expected):
 
 
 def test_nothing_measured_or_predicted():
-    nothing = ActionSums(0.0, 0.0)
+    nothing = 0.0, 0.0
     found = history(StepFigures.of(nothing, nothing, actions=2.0, rest_s=-1.0)).current
     assert found == StepCorrection(steps=1, waiting=2.0, rest_s=0.0)
 
@@ -162,19 +160,19 @@ def test_packing_asks_for_the_costs_that_stages_have():
 
 def test_without_a_step_predictions_are_those_of_the_plan():
     found = plan_of()
-    assert found.prediction.step_s == pytest.approx(found.plan.step_s, rel=1e-12)
-    assert found.prediction.uncorrected_s == found.plan.step_s
-    assert found.prediction.phases_s == pytest.approx(found.plan.phases_s)
+    assert found.step_s == pytest.approx(found.plan.step_s, rel=1e-12)
+    assert found.uncorrected_s == found.plan.step_s
+    assert found.phases_s == pytest.approx(found.plan.phases_s)
 
 
 def test_predictions_are_corrected_and_plans_stay():
     correction = StepCorrection(3, CostCorrection(2.0, 2.0), waiting=1.1, rest_s=0.25)
     found = plan_of(correction)
     assert found.plan.digest == plan_of().plan.digest
-    assert found.prediction.uncorrected_s == plan_of().prediction.uncorrected_s
-    actions_s = found.prediction.uncorrected_actions_s
-    assert 1.5 * 1.1 * actions_s < found.prediction.step_s - 0.25 <= 2 * 1.1 * actions_s
-    assert found.prediction.phases_s[2] == 0.25
+    assert found.uncorrected_s == plan_of().uncorrected_s
+    actions_s = found.uncorrected_actions_s
+    assert 1.5 * 1.1 * actions_s < found.step_s - 0.25 <= 2 * 1.1 * actions_s
+    assert found.phases_s[2] == 0.25
 
 
 def test_a_plan_made_with_a_correction_is_that_of_a_slower_machine():
@@ -185,7 +183,7 @@ def test_a_plan_made_with_a_correction_is_that_of_a_slower_machine():
     assert predicted_s[1] < predicted_s[0]
     plain = predict_step(corrected.plan, NO_CORRECTION)
     assert plain.step_s == pytest.approx(plain.uncorrected_s)
-    assert corrected.prediction.uncorrected_s == plain.uncorrected_s
+    assert corrected.uncorrected_s == plain.uncorrected_s
 
 
 def test_a_corrected_prediction_is_the_simulation_of_corrected_costs():
@@ -193,4 +191,4 @@ def test_a_corrected_prediction_is_the_simulation_of_corrected_costs():
     found = plan_of(correction, corrects_plan=True)
     simulated = found.plan.evaluated
     update_s = simulated.time.update_s
-    assert found.prediction.step_s == pytest.approx(simulated.step_s - update_s, rel=1e-9)
+    assert found.step_s == pytest.approx(simulated.step_s - update_s, rel=1e-9)
