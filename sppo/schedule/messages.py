@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sppo.schedule.encoding import SEND_ACT
-from sppo.schedule.graph import Floats, Ints
+from sppo.schedule.graph import Flags, Floats, Ints
 from sppo.schedule.schedule import Schedule
 
 
@@ -27,8 +27,8 @@ class Messages(NamedTuple):
     shares: Floats
     """Fractions of the units' tokens that the messages carry."""
 
-    def where(self, chosen: Ints) -> Messages:
-        """Return the messages at some places."""
+    def where(self, chosen: Flags | Ints) -> Messages:
+        """Return the messages that flags choose, or those at some places."""
         return Messages._make(column[chosen] for column in self)
 
 

@@ -135,18 +135,28 @@ def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
 
 
 def _with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
-    """Return `schedule` with the copies and recomputations that `costs` ask for."""
-    schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0)
+    """Return `schedule` with the copies and recomputations that `costs` ask for.
+
+    Raises:
+        ValueError: K and V, weights or gradients of units that ranks share would leave the device.
+    """
     offloaded, recomputed = (
         frozenset(np.nonzero(table)[0].tolist())
         for table in (costs.kv_offload_bytes, costs.kv_recompute_s)
     )
-    schedule = place_kv(schedule, offloaded=offloaded, recomputed=recomputed)
-    return place_state(
-        schedule,
-        weights=bool(costs.streamed_weight_bytes.any()),
-        gradients=bool(costs.streamed_gradient_bytes.any()),
+    weights, gradients = (
+        bool(table.any()) for table in (costs.streamed_weight_bytes, costs.streamed_gradient_bytes)
     )
+    shared = {*schedule.actions.stages[schedule.actions.widths > 1].tolist()}
+    if shared & (offloaded | recomputed) or (shared and (weights or gradients)):
+        raise ValueError(
+            "ranks that share units (multiplexed sequence partitioning) have their K and V, "
+            "weights and gradients on the device: write activations.kv=retain, "
+            "state.weights=device and state.gradients=device, or parallel.multiplexed=off"
+        )
+    schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0)
+    schedule = place_kv(schedule, offloaded=offloaded, recomputed=recomputed)
+    return place_state(schedule, weights=weights, gradients=gradients)
 
 
 def equal_costs(

@@ -7,13 +7,10 @@ the output of the simulator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-
-import numpy as np
-import numpy.typing as npt
 
 from sppo.schedule.actions import Action, Cut, Lengths, Placement, UnitKey, Wire
 from sppo.schedule.encoding import SEND_ACT, SEND_GRAD, B, EncodedProgram, decode, encode
@@ -132,14 +129,6 @@ class Schedule:
     def msp_routes(self) -> Mapping[tuple[int, int], tuple[Route, ...]]:
         """Routes of every message from or to an MSP group, by (opcode of SEND, producing slot)."""
         return msp_routes(self.msp_groups, lengths=self.lengths, placement=self.placement)
-
-    def first_action(self, which: Callable[[EncodedProgram], npt.NDArray[np.bool_]]) -> str | None:
-        """Return the text of the first action of which `which` is true, if there is one."""
-        for rank, program in enumerate(self.encoded):
-            found = np.flatnonzero(which(program))
-            if found.size:
-                return str(self.programs[rank][int(found[0])])
-        return None
 
     def slot(self, stage: int, unit: UnitKey) -> int:
         """Return the index of a unit on a stage in tables of all stages and units."""

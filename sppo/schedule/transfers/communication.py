@@ -10,12 +10,9 @@ ranks see all messages in the same order, so even a single queue per rank makes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.encoding import (
@@ -28,6 +25,7 @@ from sppo.schedule.encoding import (
     EncodedProgram,
     F,
 )
+from sppo.schedule.graph import Ints
 from sppo.schedule.messages import needed_messages
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import run_clock
@@ -35,8 +33,6 @@ from sppo.schedule.simulation.clock import run_clock
 _WIRES = ((F, SEND_ACT, RECV_ACT, 1), (B, SEND_GRAD, RECV_GRAD, -1))
 """Compute that makes a tensor, SEND and RECV of the tensor, and the step to the stage that needs
 it."""
-_MESSAGES = (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
-_Indices = npt.NDArray[np.int64]
 
 
 def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
@@ -50,59 +46,38 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
             given.
 
     Raises:
-        ValueError: A schedule that has messages already, or whose order has a cycle (a
-            :class:`DeadlockError` if ranks wait for each other).
+        DeadlockError: Ranks wait for each other.
     """
-    placed = schedule.first_action(lambda program: np.isin(program.codes, _MESSAGES))
-    if placed is not None:
-        raise ValueError(f"{placed} is there already: place messages only once")
+    actions = schedule.actions
     turns = _turns(schedule, costs=costs)
-    parts: list[list[tuple[_Indices, EncodedProgram]]] = [[] for _ in schedule.encoded]
+    # Actions that are not compute go with the compute action after them.
+    own = np.full(actions.never, (schedule.num_ranks + 1) * (actions.never + 1))
+    at = actions.codes[actions.compute], actions.slots[actions.compute]
+    own[actions.compute] = turns[at] + actions.ranks[actions.compute] * (actions.never + 1)
+    own = np.minimum.accumulate(own[::-1])[::-1] - actions.ranks[:-1] * (actions.never + 1)
+    programs, ranks, when = [*schedule.encoded], [actions.ranks[:-1]], [own]
     for made, send, receive, step in _WIRES:
-        slots, numbers, counts, *ends, _, _ = needed_messages(schedule, code=send)
-        turn, is_made = turns[made, slots], turns[made, slots] < _never(schedule)
-        consumers = slots + step * schedule.num_units
-        for code, ranks, names in zip((send, receive), ends, (slots, consumers), strict=True):
-            columns = np.full_like(names, code), names, numbers, counts
-            messages = EncodedProgram(*(column.astype(np.int32) for column in columns))
-            for rank, own in enumerate(parts):
-                here = np.flatnonzero((ranks == rank) & is_made)
-                own.append((turn[here], messages.take(here)))
-    encoded = map(partial(_in_turn, turns=turns), schedule.encoded, parts)
+        messages = needed_messages(schedule, code=send)
+        messages = messages.where(turns[made, messages.slots] < actions.never)
+        for code, names, ends in (
+            (send, messages.slots, messages.senders),
+            (receive, messages.slots + step * schedule.num_units, messages.receivers),
+        ):
+            columns = np.full_like(names, code), names, messages.numbers, messages.counts
+            programs.append(EncodedProgram(*(column.astype(np.int32) for column in columns)))
+            ranks.append(ends)
+            when.append(turns[made, messages.slots])
+    joined, of_ranks = EncodedProgram.joined(programs), np.concatenate(ranks)
+    # Of one turn, messages come last.
+    ties = joined.shards + actions.never
+    ties[: actions.never] = np.arange(actions.never)
+    order = np.lexsort((ties, np.concatenate(when), of_ranks))
+    ends = np.searchsorted(of_ranks[order], np.arange(schedule.num_ranks), side="right")
+    encoded = (joined.take(own) for own in np.split(order, ends)[:-1])
     return replace(schedule, encoded=tuple(encoded))
 
 
-def _never(schedule: Schedule) -> int:
-    """Return a turn after those of all actions."""
-    return schedule.num_actions
-
-
-def _in_turn(
-    program: EncodedProgram,
-    messages: Sequence[tuple[_Indices, EncodedProgram]],
-    *,
-    turns: _Indices,
-) -> EncodedProgram:
-    """Return the program of one rank and its messages, in turn; of one turn, messages come last.
-
-    Actions that are not compute go with the compute action after them.
-
-    Args:
-        program: Program of the rank without messages.
-        messages: Turns of messages, and the messages.
-        turns: Turn of each compute action, by opcode and slot.
-    """
-    is_compute = program.codes < NUM_COMPUTE
-    own = np.full(program.codes.shape, np.iinfo(np.int64).max)
-    own[is_compute] = turns[program.codes[is_compute], program.slots[is_compute]]
-    own = np.minimum.accumulate(own[::-1])[::-1]
-    joined = EncodedProgram.joined([program, *(part for _, part in messages)])
-    ties = joined.shards + program.codes.size
-    ties[: program.codes.size] = np.arange(program.codes.size)
-    return joined.take(np.lexsort((ties, np.concatenate([own, *(turn for turn, _ in messages)]))))
-
-
-def _turns(schedule: Schedule, *, costs: Costs | None) -> _Indices:
+def _turns(schedule: Schedule, *, costs: Costs | None) -> Ints:
     """Return the rank of each compute action by simulated completion, ties by rank.
 
     The shards of a unit have the turn of the first. Compute must take time, otherwise an action and
@@ -111,22 +86,16 @@ def _turns(schedule: Schedule, *, costs: Costs | None) -> _Indices:
     Returns:
         Turns by opcode and slot; those of absent actions are after all others.
     """
+    actions = schedule.actions
     costs = costs or abstract_costs(
         schedule.num_stages, num_units=schedule.num_units, weight_s=1.0, backward_s=1.0
     )
-    longest = max(
-        float(t.max(initial=0.0)) for t in (costs.forward_s, costs.backward_s, costs.weight_s)
-    )
+    names = ("forward_s", "backward_s", "weight_s")
+    longest = max(float(getattr(costs, name).max(initial=0.0)) for name in names)
     least = longest * 1e-6 or 1.0
-    costs = replace(
-        costs,
-        forward_s=np.maximum(costs.forward_s, least),
-        backward_s=np.maximum(costs.backward_s, least),
-        weight_s=np.maximum(costs.weight_s, least),
-    )
-    actions = schedule.actions
+    costs = replace(costs, **{name: np.maximum(getattr(costs, name), least) for name in names})
     ends = run_clock(schedule, costs=costs).finishes_s[actions.compute]
     order = actions.compute[np.argsort(ends, kind="stable")]
-    turns = np.full((NUM_COMPUTE, schedule.num_stages * schedule.num_units), _never(schedule))
+    turns = np.full((NUM_COMPUTE, actions.size), actions.never)
     np.minimum.at(turns, (actions.codes[order], actions.slots[order]), np.arange(order.size))
     return turns

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from sppo.quoting import quoted
 from sppo.schedule.encoding import D2H, H2D, B, EncodedProgram, F, W
 from sppo.schedule.schedule import Schedule
 
@@ -24,26 +23,9 @@ def place_copies(schedule: Schedule, *, offloaded: npt.NDArray[np.bool_]) -> Sch
     Args:
         schedule: A training schedule without copies.
         offloaded: Whether a unit leaves the device, [num_stages, num_units].
-
-    Raises:
-        ValueError: A forward-only schedule, a schedule that has copies, or a table of another
-            shape.
     """
-    if offloaded.shape != (schedule.num_stages, schedule.num_units):
-        raise ValueError(
-            f"offloaded has shape {offloaded.shape}: must be one flag per stage and unit, "
-            f"({schedule.num_stages}, {schedule.num_units})"
-        )
     if not offloaded.any():
         return schedule
-    if not schedule.is_training:
-        raise ValueError(
-            f"schedule {quoted(schedule.name)} has no backward: nothing is kept, so nothing can be "
-            "offloaded; set every offload ratio to 0"
-        )
-    placed = schedule.first_action(lambda program: np.isin(program.codes, (D2H, H2D)))
-    if placed is not None:
-        raise ValueError(f"{placed} is there already: place copies only once")
     leaves = offloaded.ravel()
     encoded = tuple(_with_copies(program, leaves=leaves) for program in schedule.encoded)
     return replace(schedule, encoded=encoded)

@@ -21,7 +21,6 @@ from typing import Literal
 
 import numpy as np
 
-from sppo.quoting import quoted
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.encoding import D2H, D2H_KV, H2D_KV, KV, B, EncodedProgram, F
 from sppo.schedule.schedule import Schedule
@@ -55,32 +54,13 @@ def place_kv(
     """Return `schedule` with the copies and the recomputation of K and V.
 
     Args:
-        schedule: A training schedule, with the copies of saved tensors and without messages.
+        schedule: A training schedule, with the copies of saved tensors and without messages, in
+            which the units of these stages are whole.
         offloaded: Stages whose K and V leave the device.
         recomputed: Stages that drop K and V and recompute them.
-
-    Raises:
-        ValueError: A forward-only schedule, a schedule that cuts units of an offloaded or
-            recomputed stage (MSP), or a stage that is both offloaded and recomputed.
     """
     if not offloaded and not recomputed:
         return schedule
-    both = sorted({*offloaded} & {*recomputed})
-    if both:
-        raise ValueError(f"K and V of stages {both} are both copied and recomputed: choose one")
-    if not schedule.is_training:
-        raise ValueError(
-            f"schedule {quoted(schedule.name)} has no backward: nothing reads K and V again, so "
-            "they are neither copied nor recomputed; keep them"
-        )
-    slots = np.isin(np.arange(schedule.num_stages), [*offloaded, *recomputed])
-    slots = slots.repeat(schedule.num_units)
-    shard = schedule.first_action(lambda program: (program.num_shards > 1) & slots[program.slots])
-    if shard is not None:
-        raise ValueError(
-            f"{shard} is a shard of a unit whose K and V would not stay: keep K and V where units "
-            "are cut (multiplexed sequence partitioning)"
-        )
     moves: dict[int, KVPlacement] = dict.fromkeys(offloaded, "offloaded")
     moves |= dict.fromkeys(recomputed, "recomputed")
     encoded = (_placed(program, schedule, moves=moves) for program in schedule.encoded)

@@ -15,7 +15,8 @@ gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,7 @@ from sppo.schedule.schedule import Schedule
 _Indices = npt.NDArray[np.integer]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Phases:
+class _Phases(NamedTuple):
     """Phases of a rank's program: stage, positions of first and last action, [phases] each."""
 
     stages: _Indices
@@ -56,22 +56,12 @@ def place_state(schedule: Schedule, *, weights: bool, gradients: bool) -> Schedu
     """Return `schedule` with the copies of weights and gradients that live in another tier.
 
     Args:
-        schedule: Schedule with all actions except messages.
+        schedule: Schedule with all actions except messages, of whole units.
         weights: Whether weights live in another tier.
         gradients: Whether gradients live in another tier.
-
-    Raises:
-        ValueError: A schedule that cuts units (MSP), whose shards fetch weights themselves.
     """
     if not weights and not gradients:
         return schedule
-    shard = schedule.first_action(lambda program: program.num_shards > 1)
-    if shard is not None:
-        raise ValueError(
-            f"{shard} is a shard of a unit, and ranks that share units have weights and gradients "
-            "on the device: write state.weights=device and state.gradients=device, or "
-            "parallel.multiplexed=off"
-        )
     gradients = gradients and schedule.is_training
     encoded = []
     for program in schedule.encoded:

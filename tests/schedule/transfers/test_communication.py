@@ -65,18 +65,3 @@ def test_shards_are_sent_interval_by_interval():
     # Shards of 3 3 3 3 against 4 4 4 tokens on ranks 1 2 3: cuts at 3 4 6 8 9. What stays on its
     # rank (intervals 1, 3 and 5) is not sent.
     assert sends == ["0SEND_ACT0.0[0/6]", "0SEND_ACT0.0[2/6]", "0SEND_ACT0.0[4/6]"]
-
-
-def test_messages_are_placed_once():
-    sent = place_messages(make("seq1f1b", p=2, n=1, m=1))
-    with pytest.raises(ValueError, match="0SEND_ACT0.0 is there already"):
-        place_messages(sent)
-
-
-def test_a_stray_message_is_found_by_the_replay():
-    schedule = make("seq1f1b", p=1, n=1, m=1)
-    stray = place_messages(make("seq1f1b", p=2, n=1, m=1)).programs[0][1]
-    programs = ((schedule.programs[0][0], stray, *schedule.programs[0][1:]),)
-    broken = schedule.with_programs(programs)
-    with pytest.raises(DeadlockError, match="nobody is at the other end"):
-        check_deadlock_free(broken)

@@ -106,22 +106,3 @@ def test_shards_of_a_cut_unit_are_copied_by_the_ranks_that_hold_them():
 def test_nothing_offloaded_changes_nothing():
     schedule = make("seq1f1b", p=2, n=2, m=1)
     assert place_copies(schedule, offloaded=np.zeros((2, 2), dtype=bool)) is schedule
-
-
-def test_a_table_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"shape \(1, 2\): must be"):
-        place_copies(make("seq1f1b", p=2, n=2, m=1), offloaded=np.ones((1, 2), dtype=bool))
-
-
-def test_evaluation_has_nothing_to_offload():
-    schedule = make("seq1f1b", p=1, n=2, m=1, forward_only=True)
-    with pytest.raises(ValueError, match="nothing is kept"):
-        place_copies(schedule, offloaded=np.ones((1, 2), dtype=bool))
-
-
-def test_copies_are_placed_once():
-    schedule = make("seq1f1b", p=1, n=2, m=1)
-    everything = np.ones((1, 2), dtype=bool)
-    placed = place_copies(schedule, offloaded=everything)
-    with pytest.raises(ValueError, match="is there already"):
-        place_copies(placed, offloaded=everything)

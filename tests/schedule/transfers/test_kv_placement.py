@@ -162,8 +162,6 @@ def test_rules():
     late = [*swapped, next(a for a in ordered if str(a) == "0KV0.0")]
     (found, *_) = find_violations(again.with_programs((tuple(late),)))
     assert "0B0.1 stands before 0KV0.0" in str(found)
-    with pytest.raises(ValueError, match="both copied and recomputed"):
-        place_kv(make("looped_bfs", p=1, v=2, n=2, m=1), offloaded=[0], recomputed=[0, 1])
     late = [i for i in every if i != back]
     late.insert(texts.index("0B0.1"), back)
     (found, *_) = broken(*late)
@@ -171,12 +169,6 @@ def test_rules():
 
 
 def test_units_that_are_cut_keep_their_keys():
-    schedule = make("sppo_msp", p=2, n=4, m=1)
-    with pytest.raises(ValueError, match="keep K and V"):
-        place_kv(schedule, offloaded=[0, 1])
-
-
-def test_evaluation_keeps_its_keys():
-    schedule = make("looped_bfs", p=1, v=2, n=2, m=1, forward_only=True)
-    with pytest.raises(ValueError, match="has no backward"):
-        place_kv(schedule, offloaded=[0])
+    assert any(action.num_shards > 1 for action in make("sppo_msp", p=2, n=4, m=1).programs[0])
+    with pytest.raises(ValueError, match=r"activations\.kv=retain"):
+        program("sppo_msp", p=2, v=1, leaving=(0, 1))
