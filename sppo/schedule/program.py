@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.schedule.checks.deadlock import check_deadlock_free
-from sppo.schedule.checks.validate import validate, validate_rules
+from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.encoding import F
 from sppo.schedule.generate import generate
@@ -109,7 +109,7 @@ def lower(schedule: Schedule, *, costs: Costs) -> Schedule:
         DeadlockError: The messages of the schedule would wait for each other.
     """
     # Messages are placed by simulated time, which does not exist for compute in a cycle.
-    validate_rules(schedule)
+    validate(schedule)
     copied = _with_copies(schedule, costs=costs)
     return with_messages(copied, costs=costs)
 
@@ -125,11 +125,9 @@ def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
         ScheduleError: The schedule breaks a rule.
         DeadlockError: The messages of the schedule would wait for each other.
     """
-    if schedule.num_ranks == 1:
-        validate(schedule)
-        return schedule
-    schedule = place_messages(schedule, costs=costs)
-    validate_rules(schedule)
+    if schedule.num_ranks > 1:
+        schedule = place_messages(schedule, costs=costs)
+    validate(schedule)
     check_deadlock_free(schedule)
     return schedule
 

@@ -121,25 +121,6 @@ def test_forwards_begin_when_they_are_asked_to(name, p, lengths, share):
     )
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (2,), (2, 1), (2, 3)])
-def test_forwards_that_begin_too_late_are_refused(counts):
-    message = r"forwards_before_backward of rank 1 is .*from \[2, 2\] up to 2"
-    with pytest.raises(ValueError, match=message):
-        generate("sppo", num_ranks=2, lengths=[(8, 8)], forwards_before_backward=((2, 2), counts))
-
-
-def test_ranks_with_several_stages_begin_as_their_schedule_has_it():
-    message = "^forwards_before_backward .*'looped_bfs' with 2 stages on a rank: leave it out"
-    with pytest.raises(ValueError, match=message):
-        generate(
-            "looped_bfs",
-            num_ranks=2,
-            num_virtual=2,
-            lengths=[(8,)],
-            forwards_before_backward=((1,), (1,)),
-        )
-
-
 def test_a_single_sequence_makes_sppo_and_seq1f1b_the_same_program():
     sppo, seq = make("sppo", p=4, n=8, m=1), make("seq1f1b", p=4, n=8, m=1)
     assert sppo.programs == seq.programs

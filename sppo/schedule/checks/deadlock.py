@@ -16,10 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 from sppo.schedule.encoding import KV, RECV_ACT, RECV_GRAD, SEND_ACT, SEND_GRAD, B, F, W
-from sppo.schedule.graph import Edges, Ints, Standstill, longest_paths
+from sppo.schedule.graph import Edges, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import DeadlockError
-from sppo.schedule.step_actions import StepActions
 
 _SHOWN = 4
 
@@ -41,14 +40,9 @@ def check_deadlock_free(schedule: Schedule) -> None:
     shards, first_shards = actions.first_shards()
     firsts[shards] = first_shards
     for send, receive, step in ((SEND_ACT, RECV_ACT, 1), (SEND_GRAD, RECV_GRAD, -1)):
-        sent, received = actions.of(send), actions.of(receive)
-        firsts[received] = _other_ends(actions, received, send, -step * schedule.num_units)
-        lone = _other_ends(actions, sent, receive, step * schedule.num_units) == actions.never
-        lone = np.append(sent[lone], received[firsts[received] == actions.never])
-        for action in lone[:1].tolist():
-            raise DeadlockError(
-                f"{actions.text(action)}: nobody is at the other end", *actions.place(action)
-            )
+        received = actions.of(receive)
+        senders = actions.slots[received] - step * schedule.num_units
+        firsts[received] = actions.at(send, senders, actions.shards[received])
     queued = actions.of(F, B, W, KV, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
     follows = np.flatnonzero(np.diff(actions.ranks[queued]) == 0)
     joined = np.flatnonzero(firsts != np.arange(firsts.size))
@@ -66,21 +60,8 @@ def check_deadlock_free(schedule: Schedule) -> None:
             turns=np.arange(firsts.size),
         )
     except Standstill as standstill:
-        standing = np.array([service for service, _ in standstill.services])
-        last = actions.compute.size - 1
-        compute = actions.compute[np.minimum(np.searchsorted(actions.compute, standing), last)]
-        same_rank = actions.ranks[compute] == actions.ranks[standing]
-        standing = np.where(same_rank, compute, standing)
-        shown = "; ".join(map(actions.text, standing[:_SHOWN].tolist()))
+        shown = "; ".join(actions.text(service) for service, _ in standstill.services[:_SHOWN])
         raise DeadlockError(
             f"messages wait for each other with one queue per rank: {shown}",
-            *actions.place(int(standing[0])),
+            *actions.place(standstill.services[0][0]),
         ) from None
-
-
-def _other_ends(actions: StepActions, messages: Ints, code: int, step: int) -> Ints:
-    """Return the actions at the other ends of messages, `never` where there is none."""
-    slots = actions.slots[messages] + step
-    is_there = (slots >= 0) & (slots < actions.size)
-    found = actions.at(code, np.where(is_there, slots, 0), actions.shards[messages])
-    return np.where(is_there, found, actions.never)

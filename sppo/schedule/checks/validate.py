@@ -57,17 +57,6 @@ _SHOWN = 8
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError if `schedule`, with or without copies and messages, breaks a rule.
-
-    Raises:
-        ScheduleError: A schedule that breaks rules; the message names the first offending actions.
-    """
-    violations = find_violations(schedule)
-    if violations:
-        raise ScheduleError(schedule.name, violations=violations)
-
-
-def validate_rules(schedule: Schedule) -> None:
     """Raise ScheduleError if `schedule` breaks any rule except "no deadlock", which is not checked.
 
     Raises:
