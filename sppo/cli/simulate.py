@@ -33,11 +33,10 @@ from sppo.schedule.abstract import (
     abstract_case,
     case_costs,
     compared_case,
-    forward_case,
 )
 from sppo.schedule.orders.names import schedule_names
 from sppo.schedule.program import Case, forward_part
-from sppo.schedule.program_text import check_program, format_program, parse_program
+from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import RankTrack, Timeline
 from sppo.units import counted, format_bytes, format_duration
@@ -233,15 +232,13 @@ def _abstract(values: Sequence[str], *, names: Sequence[str]) -> Simulation:
             raise ValueError(f"{quoted(word)} changes a run file, but none is given")
     request = read_keys(AbstractCase, values)
     others = (compared_case(request, name=name) for name in names)
-    return Simulation((abstract_case(request), *others), forward_case(request))
+    return Simulation((abstract_case(request), *others), abstract_case(request, forward_only=True))
 
 
 def _program(file: Path, values: Sequence[str]) -> Simulation:
     given = read_keys(AbstractCosts, values, defaults={"offload_ratio": "full"})
-    source = str(file)
-    program = parse_program(read_text_file(file, most_bytes=_MOST_PROGRAM_BYTES), source=source)
-    check_program(program, source=source)
-    schedule = program.schedule
+    text = read_text_file(file, most_bytes=_MOST_PROGRAM_BYTES)
+    schedule = parse_program(text, source=str(file))
     costs = case_costs(given, num_stages=schedule.num_stages, lengths=schedule.lengths)
     return Simulation((Case(schedule, costs),), Case(forward_part(schedule), costs))
 

@@ -132,19 +132,29 @@ class AbstractCase(AbstractCosts):
         return ((self.ranks,) * self.subsequences,) * self.sequences
 
 
-def abstract_case(request: AbstractCase) -> Case:
+def abstract_case(request: AbstractCase, *, forward_only: bool = False) -> Case:
     """Return the lowered schedule of `request` and its costs.
+
+    Args:
+        request: Schedule, shape and costs.
+        forward_only: Return the forward alone, as an evaluation runs it: nothing is offloaded.
 
     Raises:
         ValueError: A request that cannot be served; the message names the value, the rule and what
             to change.
     """
-    return _case(request, forward_only=False)
-
-
-def forward_case(request: AbstractCase) -> Case:
-    """Return the forward of `request` alone, as an evaluation runs it: nothing is offloaded."""
-    return _case(request.model_copy(update={"offload_ratio": "none"}), forward_only=True)
+    if forward_only:
+        request = request.model_copy(update={"offload_ratio": "none"})
+    costs = case_costs(request, num_stages=request.num_stages, lengths=request.lengths)
+    schedule = step_program(
+        request.schedule,
+        num_ranks=request.ranks,
+        num_virtual=request.virtual,
+        lengths=request.lengths,
+        forward_only=forward_only,
+        costs=costs,
+    )
+    return Case(schedule, costs)
 
 
 def compared_case(request: AbstractCase, *, name: str) -> Case:
@@ -247,16 +257,3 @@ def _engines(given: AbstractCosts) -> CopyEngines:
         d2h_bytes_per_s=1 / given.d2h if given.d2h else math.inf,
         h2d_bytes_per_s=1 / given.h2d if given.h2d else math.inf,
     )
-
-
-def _case(request: AbstractCase, *, forward_only: bool) -> Case:
-    costs = case_costs(request, num_stages=request.num_stages, lengths=request.lengths)
-    schedule = step_program(
-        request.schedule,
-        num_ranks=request.ranks,
-        num_virtual=request.virtual,
-        lengths=request.lengths,
-        forward_only=forward_only,
-        costs=costs,
-    )
-    return Case(schedule, costs)

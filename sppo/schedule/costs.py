@@ -28,13 +28,6 @@ class Link:
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
 
-    def __post_init__(self) -> None:
-        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
-            raise ValueError(
-                f"link of latency {self.latency_s} s and {self.bytes_per_s} bytes/s: "
-                "the latency must be at least 0 and the bandwidth above 0"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -62,13 +55,6 @@ class CopyEngines:
 
     d2h_bytes_per_s: float = math.inf
     h2d_bytes_per_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not self.d2h_bytes_per_s > 0 or not self.h2d_bytes_per_s > 0:
-            raise ValueError(
-                f"copies at {self.d2h_bytes_per_s} bytes/s to the host and "
-                f"{self.h2d_bytes_per_s} bytes/s back: both must be above 0"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,13 +290,6 @@ def with_offload(costs: Costs, *, ratios: Table, copies: CopyEngines) -> Costs:
         costs: Costs of all other actions.
         ratios: Offload ratio per stage and unit, 0 to 1.
         copies: Bandwidth of the copies.
-
-    Raises:
-        ValueError: A ratio outside 0 to 1.
     """
-    if (ratios < 0).any() or (ratios > 1).any():
-        raise ValueError(
-            f"offload ratios from {ratios.min():g} to {ratios.max():g}: must be within 0 and 1"
-        )
     offloaded = costs.activation_bytes * ratios
     return replace(costs, offload_bytes=offloaded, copies=copies)

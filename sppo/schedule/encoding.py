@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -187,13 +187,3 @@ def _problem(action: Action, *, lengths: Lengths, num_stages: int) -> str | None
     if not 0 <= action.shard < action.num_shards:
         return f"piece {action.shard} of {action.num_shards} does not exist, counted from 0"
     return None
-
-
-def last_subsequence(lengths: Lengths) -> npt.NDArray[np.bool_]:
-    """Return for every unit whether it is the last subsequence of its sequence."""
-    return np.array(list(chain.from_iterable([False] * (len(s) - 1) + [True] for s in lengths)))
-
-
-def first_subsequence(lengths: Lengths) -> npt.NDArray[np.bool_]:
-    """Return for every unit whether it is the first subsequence of its sequence."""
-    return np.array(list(chain.from_iterable([True] + [False] * (len(s) - 1) for s in lengths)))

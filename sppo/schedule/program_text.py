@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from sppo.quoting import quoted
 from sppo.schedule.actions import (
@@ -38,7 +37,6 @@ from sppo.schedule.actions import (
     Placement,
 )
 from sppo.schedule.checks.validate import find_violations
-from sppo.schedule.checks.violations import Violation
 from sppo.schedule.encoding import OPCODES, REDUCE, MalformedActionError
 from sppo.schedule.schedule import Schedule
 
@@ -54,25 +52,13 @@ _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)"
 
 MOST_ACTIONS = 1_000_000
 """Upper bound on the actions of one file; simulating that many takes minutes."""
+_SHOWN = 5
 _MOST_DIGITS = 12
 """Upper bound on the digits of a number in a file: a trillion tokens."""
 
 
 class ProgramTextError(ValueError):
     """Error of a program file that cannot be read or breaks a rule; the message names the lines."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramFile:
-    """Schedule read from a file, and the line of each rank's program.
-
-    Attributes:
-        schedule: Schedule that the file describes.
-        lines: Line number of each rank's program, counted from 1.
-    """
-
-    schedule: Schedule
-    lines: tuple[int, ...]
 
 
 def parse_action(text: str) -> Action:
@@ -123,16 +109,16 @@ def format_program(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse_program(text: str, *, source: str = "program") -> ProgramFile:
-    """Return the schedule that a file describes, not validated.
+def parse_program(text: str, *, source: str = "program") -> Schedule:
+    """Return the schedule that a file describes.
 
     Args:
         text: Content of the file.
         source: Name of the file in error messages.
 
     Raises:
-        ProgramTextError: A line that cannot be read; the message gives its number and what is
-            expected.
+        ProgramTextError: A line that cannot be read, or a schedule that breaks rules; the message
+            gives the number of the line and what is expected, or the actions and the rules.
     """
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -144,30 +130,22 @@ def parse_program(text: str, *, source: str = "program") -> ProgramFile:
         except ValueError as error:
             raise ProgramTextError(f"{source}, line {number}: {error}") from error
     try:
-        return reader.finish()
+        schedule = reader.finish()
     except MalformedActionError as error:
         number = reader.lines[error.rank]
         raise ProgramTextError(f"{source}, line {number}: {error}") from error
     except ValueError as error:
         raise ProgramTextError(f"{source}: {error}") from error
-
-
-def check_program(file: ProgramFile, *, source: str = "program") -> None:
-    """Validate the schedule of a program file.
-
-    Raises:
-        ProgramTextError: A schedule that breaks rules; the message names the lines, the actions
-            and the rules.
-    """
-    violations = find_violations(file.schedule)
-    if violations:
-        shown = "\n".join(_located(v, file=file, source=source) for v in violations[:5])
-        raise ProgramTextError(f"{quoted(file.schedule.name)} is not a valid schedule:\n{shown}")
-
-
-def _located(violation: Violation, *, file: ProgramFile, source: str) -> str:
-    where = source if violation.rank is None else f"{source}, line {file.lines[violation.rank]}"
-    return f"  {where}: {violation}"
+    problems = [
+        f"  {source}, line {reader.lines[found.rank]}: {found}"
+        if found.rank is not None
+        else f"  {source}: {found}"
+        for found in find_violations(schedule)[:_SHOWN]
+    ]
+    if problems:
+        shown = "\n".join(problems)
+        raise ProgramTextError(f"{quoted(schedule.name)} is not a valid schedule:\n{shown}")
+    return schedule
 
 
 def _numbers(values: Iterable[int]) -> str:
@@ -230,7 +208,7 @@ class _Reader:
                 "or a program such as 'rank 0: 0F0.0 0B0.0'"
             )
 
-    def finish(self) -> ProgramFile:
+    def finish(self) -> Schedule:
         """Return the schedule, with defaults for everything that the file leaves out."""
         if not self.programs:
             raise ValueError("holds no program: write one line per rank, 'rank 0: 0F0.0 0B0.0'")
@@ -262,17 +240,13 @@ class _Reader:
             tuple(self.programs[rank] for rank in range(ranks)),
             tuple(sorted(self.cuts)),
         )
-        self._check_header(schedule)
-        return ProgramFile(schedule, tuple(self.lines[rank] for rank in range(ranks)))
-
-    @staticmethod
-    def _check_header(schedule: Schedule) -> None:
         for cut in schedule.cuts:
             known = cut.stage < schedule.num_stages and cut.sequence < schedule.num_sequences
             if not known or cut.subsequence >= len(schedule.lengths[cut.sequence]):
                 raise ValueError(
                     f"cut {cut.stage} {cut.sequence}.{cut.subsequence}: there is no such unit"
                 )
+        return schedule
 
 
 def _whole(text: str) -> int:

@@ -41,6 +41,9 @@ class StepActions:
         self.units = np.where(of_stage, 0, self.slots % num_units)
         starts = np.cumsum([0, *map(len, lengths)])[:-1]
         self.sequences = np.searchsorted(starts, self.units, side="right") - 1
+        self.before = self.units - starts[self.sequences]
+        """Number of subsequences before that of each action in its sequence."""
+        self.behind = np.array([*map(len, lengths)])[self.sequences] - 1 - self.before
         self.most_shards = int(self.widths.max())
         self.compute = np.flatnonzero((self.codes >= 0) & (self.codes < NUM_COMPUTE))
         """Compute actions, in order."""
@@ -89,7 +92,7 @@ class StepActions:
         first = [self.at(code, self.slots[cut]) for code in (F, B)]
         return cut, np.where(self.codes[cut] == F, *first)
 
-    def before(self, actions: Ints, candidates: Ints, *, of: Ints) -> tuple[Ints, Flags]:
+    def last_before(self, actions: Ints, candidates: Ints, *, of: Ints) -> tuple[Ints, Flags]:
         """Return the last candidate before each action in the same group, and whether there is one.
 
         Args:
@@ -99,10 +102,10 @@ class StepActions:
         """
         return self._nearest(actions, candidates, of, of, "left", -1)
 
-    def after(
+    def first_after(
         self, actions: Ints, candidates: Ints, *, of: Ints, among: Ints | None = None
     ) -> tuple[Ints, Flags]:
-        """Return the first candidate behind each action, as :meth:`before` does.
+        """Return the first candidate behind each action, as :meth:`last_before` does.
 
         Args:
             actions: Actions.

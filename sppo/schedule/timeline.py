@@ -150,16 +150,7 @@ def measured_timeline(
         times_s: (start, end) of every action of every rank, in program order, on one clock that
             is 0 when the step began.
         waits: Waits with a known cause per rank; if not given, every gap is a bubble.
-
-    Raises:
-        ValueError: Times that do not fit the programs.
     """
-    for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
-        if len(program) != len(times):
-            raise ValueError(
-                f"rank {rank} measured {len(times)} actions of a program of {len(program)}: "
-                "record one (start, end) per action"
-            )
     makespan = max((end for times in times_s for _, end in times), default=0.0)
     tracks = []
     most = peak_in_flight(schedule)

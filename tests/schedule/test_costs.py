@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sppo.schedule.abstract import AbstractCase, abstract_case, compared_case
-from sppo.schedule.costs import CopyEngines, Link, abstract_costs, with_offload
+from sppo.schedule.costs import CopyEngines, abstract_costs, with_offload
 from sppo.schedule.simulation.simulate import simulate
 
 
@@ -34,25 +34,10 @@ def test_wrong_tables_are_refused(table, message):
         replace(abstract_costs(1, num_units=2), **table)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Link(latency_s=-1),
-        lambda: Link(bytes_per_s=0),
-        lambda: CopyEngines(d2h_bytes_per_s=0),
-    ],
-)
-def test_wrong_links_are_refused(make):
-    with pytest.raises(ValueError, match="must be"):
-        make()
-
-
 def test_offload_moves_a_share_of_the_activations():
     costs = abstract_costs(1, num_units=2, activation_bytes=(4, 2))
     offloaded = with_offload(costs, ratios=np.array([[0.5, 1.0]]), copies=CopyEngines(1.0, 1.0))
     assert offloaded.offload_bytes.tolist() == [[2, 2]]
-    with pytest.raises(ValueError, match="ratios from 0 to 1.5: must be within 0 and 1"):
-        with_offload(costs, ratios=np.array([[0.0, 1.5]]), copies=CopyEngines())
 
 
 CASE = AbstractCase(schedule="interleaved_seq1f1b", ranks=2, sequences=2, subsequences=4, virtual=2)

@@ -89,9 +89,7 @@ def _order_problems(schedule: Schedule) -> list[Violation]:
     """Check the rules about the order within the program of each rank."""
     actions = schedule.actions
     units = actions.ranks * actions.size + actions.slots
-    counts = [*map(len, schedule.lengths)]
-    before = np.concatenate([np.arange(count) for count in counts])[actions.units]
-    behind = np.repeat(counts, counts)[actions.units] - 1 - before
+    before, behind = actions.before, actions.behind
     forward, backward = actions.of(F), actions.of(B)
     found: list[Violation] = []
     for rule, later, needed, earlier in (
@@ -108,10 +106,10 @@ def _order_problems(schedule: Schedule) -> list[Violation]:
         ("message place", forward, units, RECV_ACT),
         ("message place", backward, units, RECV_GRAD),
     ):
-        late = actions.after(later, actions.of(earlier), of=needed, among=units)
+        late = actions.first_after(later, actions.of(earlier), of=needed, among=units)
         found += _too_early(actions, rule, later, *late)
     last, sequences = backward[behind[backward] == 0], units - before
-    late = actions.after(last, actions.of(H2D_KV, KV), of=sequences)
+    late = actions.first_after(last, actions.of(H2D_KV, KV), of=sequences)
     found += _too_early(actions, "copy order", last, *late)
     found += _reduction_problems(actions, num_ranks=schedule.num_ranks)
     found += _weight_problems(actions)
@@ -149,8 +147,8 @@ def _reduction_problems(actions: StepActions, *, num_ranks: int) -> list[Violati
     reductions = actions.of(REDUCE)
     computed = np.isin(stages[reductions], stages[actions.compute])
     computed |= actions.stages[reductions] % num_ranks == actions.ranks[reductions]
-    _, is_again = actions.before(reductions, reductions, of=stages)
-    late, is_late = actions.after(reductions, actions.of(B, W), of=stages)
+    _, is_again = actions.last_before(reductions, reductions, of=stages)
+    late, is_late = actions.first_after(reductions, actions.of(B, W), of=stages)
     found = []
     for place in np.flatnonzero(is_again | ~computed | is_late).tolist():
         reduction = int(reductions[place])
@@ -200,13 +198,13 @@ def _gradient_problems(actions: StepActions, *, last_stage: int) -> list[Violati
     present = np.sort(np.concatenate([adding, leaving, back]))
 
     def have_left(some: Ints) -> Flags:
-        last, is_there = actions.before(some, present, of=stages)
+        last, is_there = actions.last_before(some, present, of=stages)
         is_there &= actions.codes[last] == D2H_GRADIENTS
         return is_there
 
-    _, is_followed = actions.after(present, present, of=stages)
+    _, is_followed = actions.first_after(present, present, of=stages)
     ends = present[~is_followed]
-    _, is_made = actions.before(leaving, present, of=stages)
+    _, is_made = actions.last_before(leaving, present, of=stages)
     return [
         Violation("state order", f"{actions.name(action)} {problem}", *actions.place(action))
         for wrong, problem in (

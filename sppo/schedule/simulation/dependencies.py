@@ -47,8 +47,6 @@ from sppo.schedule.encoding import (
     B,
     F,
     W,
-    first_subsequence,
-    last_subsequence,
 )
 from sppo.schedule.graph import Edges, Floats, Ints, in_turn
 from sppo.schedule.messages import Messages, needed_messages
@@ -192,7 +190,7 @@ class Dependencies:
         """Let compute run in program order, with reductions, and return the turns."""
         actions = self.actions
         reductions, leaving = actions.of(REDUCE), actions.of(D2H_GRADIENTS)
-        _, is_reduced = actions.before(leaving, reductions, of=actions.stages)
+        _, is_reduced = actions.last_before(leaving, reductions, of=actions.stages)
         early = leaving[~is_reduced]
         wait_s = self._costs.last_reduction_wait_s[actions.stages[early]]
         reduced = self._new_services(wait_s, early, turn=-1)
@@ -216,13 +214,12 @@ class Dependencies:
 
     def _compute_reads(self) -> None:
         """Let compute wait for results of its own stage."""
-        actions, lengths = self.actions, self._schedule.lengths
-        is_first, is_last = first_subsequence(lengths), last_subsequence(lengths)
+        actions = self.actions
         forward, backward = actions.of(F), actions.of(B)
         for later, code, step in (
-            (forward[~is_first[actions.units[forward]]], F, -1),
+            (forward[actions.before[forward] > 0], F, -1),
             (backward, F, 0),
-            (backward[~is_last[actions.units[backward]]], B, 1),
+            (backward[actions.behind[backward] > 0], B, 1),
             (actions.of(W), B, 0),
             (actions.of(KV), F, 0),
         ):
@@ -308,10 +305,10 @@ class Dependencies:
             held[ago:] |= (stages[ago:] == stages[:-ago]) & (ranks[ago:] == ranks[:-ago])
         self.seconds[weights[held]] = 0.0
         self._after_compute(np.concatenate([weights, gradients, leaving]))
-        gone, has_gone = actions.before(gradients, leaving, of=actions.stages)
+        gone, has_gone = actions.last_before(gradients, leaving, of=actions.stages)
         self._wait(gone[has_gone], gradients[has_gone])
         fetched = np.concatenate([weights[~held], gradients])
-        used, is_used = actions.after(fetched, actions.compute, of=actions.stages)
+        used, is_used = actions.first_after(fetched, actions.compute, of=actions.stages)
         self._wait(fetched[is_used], self.inputs[used[is_used]], cause=COPY)
         return fetched
 
@@ -343,13 +340,11 @@ class Dependencies:
             self.turns[saved] = self.turns[readers] - 3
         else:
             self._wait(saved, self.inputs[readers], cause=COPY)
-        beside, is_beside = actions.after(kv, actions.of(B), of=ranks)
+        beside, is_beside = actions.first_after(kv, actions.of(B), of=ranks)
         kv, beside = kv[is_beside], beside[is_beside]
         self.turns[kv] = self.turns[beside] - 2
-        sequences = np.searchsorted(self._schedule.unit_offsets, actions.units, side="right")
-        is_read = (actions.stages[kv] == actions.stages[beside]) & (
-            sequences[kv] == sequences[beside]
-        )
+        is_read = actions.stages[kv] == actions.stages[beside]
+        is_read &= actions.sequences[kv] == actions.sequences[beside]
         lag_s = np.where(is_read, 0.0, -self.seconds[beside])
         self._wait(kv, self.inputs[beside], lag_s=lag_s, cause=COPY)
         self._on_engines(np.concatenate([saved, kv]), fetched)
@@ -382,7 +377,7 @@ class Dependencies:
         ahead_s = np.minimum(behind_s, self._flow("back", saved) * seconds[readers] / layers)
         lag_s = behind_s - ahead_s + block_s - seconds[readers]
         self.last_blocks = Edges.of(readers, saved, lag_s=lag_s)
-        before, is_before = actions.before(readers, actions.of(B), of=actions.ranks)
+        before, is_before = actions.last_before(readers, actions.of(B), of=actions.ranks)
         saved, before = saved[is_before], before[is_before]
         layer_before_s = seconds[before] / self._flow("layers", before)
         self._wait(before, saved, lag_s=-self._flow("back", saved) * layer_before_s)
@@ -419,10 +414,10 @@ class Dependencies:
         blocks_s = np.zeros(seconds.size)
         blocks_s[copies] = seconds[copies] / self._flow("layers", copies)
         blocks_s[kv] += blocks_s[actions.at(D2H, slots[kv])]
-        before, _ = actions.before(forward, copies, of=actions.ranks)
+        before, _ = actions.last_before(forward, copies, of=actions.ranks)
         if self._costs.state_copies is None:
             copies = actions.of(D2H, D2H_KV, D2H_GRADIENTS)
-        last, is_last = actions.before(forward, copies, of=actions.ranks)
+        last, is_last = actions.last_before(forward, copies, of=actions.ranks)
         own_s = [beyond * layer_s, block_s + (beyond - 1) * layer_s, beyond * block_s]
         lag_s = np.where(beyond > 0, np.maximum.reduce(own_s), beyond * blocks_s[before])
         lag_s = np.maximum((layers - 1) * layer_s - (out - 1) * blocks_s[before], lag_s) - all_s

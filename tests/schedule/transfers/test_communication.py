@@ -21,7 +21,7 @@ def test_a_deadlock_names_where_the_ranks_stand():
 rank 0: 0F0.0 0SEND_ACT0.0 0F1.0 0SEND_ACT1.0 0RECV_GRAD0.0 0B0.0 0RECV_GRAD1.0 0B1.0
 rank 1: 1RECV_ACT0.0 1F0.0 1B0.0 1SEND_GRAD0.0 1RECV_ACT1.0 1F1.0 1B1.0 1SEND_GRAD1.0
 """
-    schedule = parse_program(text).schedule
+    schedule = parse_program(text)
     validate(schedule)
     with pytest.raises(DeadlockError, match="one queue per rank: rank 0 at action 4, 0SEND_ACT1"):
         check_deadlock_free(schedule)

@@ -54,7 +54,7 @@ def test_keys_come_back_beside_the_backwards_of_the_stage_behind():
         "0F0.0 0D2H_KV0.0 0F0.1 0D2H_KV0.1 1F0.0 1F0.1 "
         "0H2D_KV0.0 1B0.1 0H2D_KV0.1 1B0.0 1REDUCE 0B0.1 0B0.0 0REDUCE"
     )
-    assert parse_program(format_program(schedule)).schedule == schedule
+    assert parse_program(format_program(schedule)) == schedule
 
 
 def test_without_a_backward_before_they_come_back_at_once():

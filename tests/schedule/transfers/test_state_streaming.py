@@ -47,7 +47,7 @@ def test_weights_come_one_phase_ahead_and_gradients_leave_behind_theirs():
         "2B0.1 2B0.0 2REDUCE 2D2H_GRADIENTS 0H2D_WEIGHTS 1B0.1 1B0.0 1REDUCE 1D2H_GRADIENTS "
         "0B0.1 0B0.0 0REDUCE 0D2H_GRADIENTS"
     )
-    assert parse_program(format_program(schedule)).schedule == schedule
+    assert parse_program(format_program(schedule)) == schedule
 
 
 def test_gradients_of_a_second_sequence_are_added_to_what_came_back():
