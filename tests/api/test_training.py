@@ -112,8 +112,10 @@ def test_an_interrupt_saves_and_is_told(work):
             os.kill(os.getpid(), signal.SIGINT)
 
     run = sppo.load_run(work / "run.yaml", {"train.steps": 100000})
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with unpainted(), each_step(interrupts):
         done = sppo.train(run, progress=False)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert done.interrupted_by == "SIGINT"
     assert 0 < done.steps < 10
     assert sppo.trained_run(run).interrupted_by is None

@@ -4,28 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.schedule.actions import Action, ActionKind, Cut, Placement
+from sppo.schedule.actions import Cut, Placement
 from sppo.schedule.schedule import Schedule
 from tests.schedule.cases import make
-
-
-def test_text_form_of_every_kind():
-    texts = [
-        str(Action(ActionKind.F, 0, 2, 1)),
-        str(Action(ActionKind.F, 0, 2, 1, shard=1, num_shards=3)),
-        str(Action(ActionKind.SEND, 0, 2, 1, "act")),
-        str(Action(ActionKind.RECV, 3, 2, 1, "grad", shard=0, num_shards=4)),
-        str(Action(ActionKind.D2H, 0, 2, 1)),
-        str(Action(ActionKind.REDUCE, 5)),
-    ]
-    assert texts == [
-        "0F2.1",
-        "0F2.1[1/3]",
-        "0SEND_ACT2.1",
-        "3RECV_GRAD2.1[0/4]",
-        "0D2H2.1",
-        "5REDUCE",
-    ]
 
 
 def test_stages_go_round_the_ranks():
