@@ -19,6 +19,7 @@ from sppo.training.evaluation import evaluate
 from sppo.training.job import Job, mesh_shape
 from sppo.training.preflight import preflight
 from sppo.training.report import report
+from tests.unpainted import unpainted
 
 
 def job_alone(run, *, device=None, console=None):
@@ -41,13 +42,18 @@ def job_beside(run, *, local_ranks, device=None):
 
 
 def train_alone(run, *, console=None, device=None, reports=False):
-    """Train in this process, and write the report if asked."""
+    """Train in this process, and write the report if asked, with unpainted plots."""
     job = job_alone(run, device=device, console=console)
     checked = preflight(job)
     outcome = trainer.train(checked)
     if reports:
-        report(checked, outcome, command="the same command")
+        _report(checked, outcome)
     return outcome
+
+
+def _report(checked, outcome):
+    with unpainted():
+        report(checked, outcome, command="the same command")
 
 
 def train_rank(rank, directory, arguments=(), *, device=None, reports=False):
@@ -60,7 +66,7 @@ def train_rank(rank, directory, arguments=(), *, device=None, reports=False):
         checked = preflight(job)
         outcome = trainer.train(checked)
         if reports and job.mesh.is_main:
-            report(checked, outcome, command="the same command")
+            _report(checked, outcome)
         return checked, outcome
 
 

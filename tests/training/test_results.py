@@ -12,6 +12,7 @@ from sppo.training.records import Baseline, MeasuredBuckets, TrainingOutcome
 from sppo.training.report import report
 from sppo.training.run_directory import note_configuration
 from tests.training.jobs import job_alone, summary
+from tests.unpainted import unpainted
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ def told(run, outcome):
     phases_s = (predicted.forward_s, predicted.backward_s, predicted.update_s)
     outcome.planned_phases_s = [phases_s] * len(outcome.phases_s)
     outcome.most_planned = checked.plan.stages[0].memory.device
-    report(checked, outcome, command="the same command")
+    with unpainted():
+        report(checked, outcome, command="the same command")
     return screen.getvalue()
 
 
