@@ -180,15 +180,6 @@ def test_an_error_keeps_no_frame_of_those_who_wait_for_it(worker):
     assert first.value is not second.value
 
 
-def test_work_is_done_in_the_order_of_its_coming(worker):
-    done = []
-    for number in range(50):
-        last = worker.submit(lambda number=number: done.append(number))
-    wait_for(last)
-    assert done == list(range(50))
-    assert last.done()
-
-
 def test_work_waits_for_its_events(worker):
     other, gate = WorkerPool("other", threads=1), threading.Event()
     first = other.submit(gate.wait)

@@ -70,25 +70,6 @@ Path(f"total{{rank}}").write_text(f"{{total.item()}} {{os.environ['GLOO_SOCKET_I
         assert (tmp_path / f"total{rank}").read_text() == "3.0 lo"
 
 
-def test_ranks_that_differ_refuse_with_one_voice(run, tmp_path):
-    code = """
-facts = {"sppo": "0.1.0", "configuration": "abc" if rank == 0 else "def"}
-connected()
-mesh = Mesh(MeshShape(data_parallel=2), rank=rank, timeout_s=TIMEOUT_S)
-try:
-    HostCollectives(mesh.groups.world).check_same(facts)
-except ValueError as error:
-    Path(f"said{rank}").write_text(str(error))
-"""
-    assert run(CONNECTED + code, num_ranks=2) == 0
-    said = {(tmp_path / f"said{rank}").read_text() for rank in range(2)}
-    assert said == {
-        "the ranks of a job must all run the same, and these do not:\n"
-        "  configuration: abc on rank 0, def on rank 1\n"
-        "start every rank from the same installation with the same command and the same data"
-    }
-
-
 def test_facts_that_some_ranks_lack_differ():
     report = difference_report([{"a": "1"}, {"a": "1", "b": "2"}, {"a": "1", "b": "2"}])
     assert report.splitlines()[1:-1] == ["  b: nothing on rank 0, 2 on ranks 1, 2"]
