@@ -126,8 +126,10 @@ def tree(directory: Path) -> dict[str, bytes | str | None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that varies the random moments of tests/chaos."""
-    parser.addoption("--seed", type=int, default=0, help="of the random moments in tests/chaos")
+    """Add the options of random trainings, and of the random moments of tests/chaos."""
+    parser.addoption("--seed", type=int, default=0, help="of what is drawn at random")
+    parser.addoption("--count", type=int, default=10, help="random trainings from this seed on")
+    parser.addoption("--case", help="random training to repeat, as a failure shows it")
 
 
 def pytest_configure(config: pytest.Config) -> None:

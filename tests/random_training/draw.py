@@ -22,20 +22,14 @@ _GRIDS = tuple(
 )  # fmt: skip
 
 
-def draw(seed: int, *, most_ranks: int = 8) -> Case:
-    """The case of a seed.
-
-    Args:
-        seed: of all choices.
-        most_ranks: that a leg may have.
-    """
-    return _Draw(seed, most_ranks).case()
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    return _Draw(seed).case()
 
 
 class _Draw:
-    def __init__(self, seed: int, most_ranks: int) -> None:
-        self._seed, self._most_ranks = seed, most_ranks
-        self._random = random.Random(seed)
+    def __init__(self, seed: int) -> None:
+        self._seed, self._random = seed, random.Random(seed)
 
     def case(self) -> Case:
         chance, pick = self._chance, self._pick
@@ -157,8 +151,7 @@ class _Draw:
         grids = [
             (dp, pp, sp)
             for dp, pp, sp in _GRIDS
-            if dp * pp * sp <= self._most_ranks
-            and pp <= shape.layers
+            if pp <= shape.layers
             and shape.heads % sp == 0
             and (shape.kv_heads % sp == 0 or sp % shape.kv_heads == 0)
         ]

@@ -1,10 +1,12 @@
 """Random trainings: every number is that of plain autograd in float64, and defects are found.
 
-For many more: ``python -m tests.random_training --seed S --count N``.
+For many more, or one again that a failure shows::
+
+    pytest tests/random_training -k random_trainings --seed 4711 --count 2000
+    pytest tests/random_training -k random_trainings --case "Case(seed=4711, dtype='fp64')"
 """
 
 import logging
-import sys
 import time
 from itertools import islice
 
@@ -12,7 +14,6 @@ import pytest
 import torch
 
 import tests.random_training.case as case_module
-from tests.random_training.__main__ import main
 from tests.random_training.case import Case, Leg, Shape
 from tests.random_training.draw import draw
 from tests.random_training.emulated_ranks import Distributed, run_emulated
@@ -33,12 +34,12 @@ def _quiet(caplog):
 
 
 @pytest.mark.parametrize("first", [0, *exhaustive(10, 20)])
-def test_every_number_of_random_trainings(first):
-    wrong = [
-        f"{case}: {faults}"
-        for case in map(draw, range(first, first + 10))
-        if (faults := faults_of(case))
-    ]
+def test_every_number_of_random_trainings(first, pytestconfig):
+    seed, count, shown = map(pytestconfig.getoption, ("--seed", "--count", "--case"))
+    cases = [draw(seed + first + number) for number in range(count)]
+    if shown is not None:
+        cases = [eval(shown, vars(case_module))]
+    wrong = [f"{case}: {faults}" for case in cases if (faults := faults_of(case))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -58,7 +59,13 @@ def test_every_number_of_a_pinned_training(name):
 
 @pytest.mark.parametrize(
     "name",
-    default_of(MUTATIONS, "message_not_awaited", "norm_of_own_gradients", "reductions_reused"),
+    default_of(
+        MUTATIONS,
+        "message_not_awaited",
+        "norm_of_own_gradients",
+        "prefix_without_dk",
+        "reductions_reused",
+    ),
 )
 def test_a_defect_is_found(name):
     put_in, may_show = MUTATIONS[name]
@@ -78,27 +85,6 @@ def test_a_case_can_be_pasted():
         assert eval(repr(case), vars(case_module)) == case
         assert "\n" not in repr(case)
     assert repr(Case(model=Shape(layers=3))) == "Case(model=Shape(layers=3))"
-
-
-def call(monkeypatch, *words):
-    """Exit code of ``python -m tests.random_training`` with these words, in this process."""
-    monkeypatch.setattr(sys, "argv", ["random_training", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
-
-
-def test_a_case_is_repeated(monkeypatch, capsys):
-    case = Case(seed=7, dtype="fp64", legs=(Leg(cuts=(0, 5, 11)),))
-    assert call(monkeypatch, "--case", repr(case)) == 0
-    assert "1 of 1 cases in " in capsys.readouterr().out
-    words = ["--case", repr(case), "--mutation", "prefix_without_dk"]
-    assert call(monkeypatch, *words) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("seed 7: leg 0, step 0: gradients of rank 0: ")
-    assert f"\n  {case}\n" in out
-    assert "wrong: [7]" in out
-    assert call(monkeypatch, "--seed", 3, "--count", 1) == 0
 
 
 def test_emulated_ranks_do_the_same_again():
