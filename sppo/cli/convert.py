@@ -96,15 +96,6 @@ def to_hf(
             show_default=False,
         ),
     ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|llama|qwen2|qwen3|mistral|gpt2",
-            help="Write as this family; auto takes the first that computes the same model."
-            " [default: the run's model.family]",
-            show_default=False,
-        ),
-    ] = None,
     json_output: Json = False,
 ) -> None:
     """Write the trained weights of a run as a model that transformers and similar programs load.
@@ -127,8 +118,6 @@ def to_hf(
         metadata = checkpoint.metadata
         fields, trained_as = _trained(metadata, source=source)
         extras, reason = chosen or _run_extras(fields.get("from_hf"))
-        if family is not None:
-            fields["family"] = None if family == "auto" else family
         model = _model(fields, source=source)
         kind = trained_as if dtype is StoredType.KEEP else dtype.value
         values = _write(destination, weights, model, kind, max_shard_bytes, extras)
