@@ -13,7 +13,7 @@ from rich.console import Console
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import Screen, emit, item_table, print_json
+from sppo.cli.printing import Screen, columns, emit, item_table
 from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
@@ -84,7 +84,7 @@ def prepare(
 
     The directory appears only when it is complete. Running the command again changes nothing.
 
-    Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
+        sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
     console = Console(stderr=True, quiet=json_output)
     with exit_codes(), _Tokenizing(console) as display:
@@ -103,11 +103,9 @@ def prepare(
             force=force,
             on_progress=display.show,
         )
-    if json_output:
-        fields = asdict(prepared)
-        print_json({**fields.pop("meta"), **fields})
-    else:
-        print_line(_report(prepared), Console(), indent=13)
+    fields = asdict(prepared)
+    values = {**fields.pop("meta"), **fields}
+    emit(lambda: values, lambda: _prepared_screen(prepared), as_json=json_output)
 
 
 @app.command()
@@ -148,7 +146,7 @@ def _screen(found: LengthStats) -> Screen:
     )
     yield f"length: mean {found.mean_length:,.1f}, {percentiles} tokens"
     yield _labels_text(found)
-    columns = {
+    buckets = {
         "up to": lambda bucket: format_tokens(bucket.up_to),
         "documents": lambda bucket: f"{bucket.num_documents:,}",
         "share": lambda bucket: f"{bucket.documents_share:.2%}",
@@ -157,7 +155,7 @@ def _screen(found: LengthStats) -> Screen:
         "longer documents": lambda bucket: f"{bucket.longer_documents_share:.2%}",
         "with tokens": lambda bucket: f"{bucket.longer_tokens_share:.2%}",
     }
-    yield item_table(found.buckets, columns, left=0)
+    yield item_table(found.buckets, buckets, left=0)
     limit = found.limit
     if limit is not None:
         yield (
@@ -230,10 +228,12 @@ class _Tokenizing(Display):
             print_line(f"{done} of {total} MiB, {tokens}", self._console)
 
 
-def _report(prepared: PreparedTokens) -> str:
-    meta = prepared.meta
+def _prepared_screen(prepared: PreparedTokens) -> Screen:
+    """Yield whether token data were written, and what they hold."""
+    verb = "holds these tokens already; nothing was written" if prepared.unchanged else "written"
+    yield f"{prepared.directory}: {verb}"
+    meta, empty = prepared.meta, prepared.num_empty_documents
     end = meta.tokenizer.end_of_document
-    empty = prepared.num_empty_documents
     rows = {
         "documents": f"{meta.num_documents:,} from {counted(prepared.num_files, 'file')}"
         + (f" ({empty:,} empty ones left out)" if empty else ""),
@@ -244,7 +244,4 @@ def _report(prepared: PreparedTokens) -> str:
     }
     if prepared.num_counting_tokens is not None:
         rows["loss mask"] = f"predicting {prepared.num_counting_tokens:,} of the tokens counts"
-    verb = "holds these tokens already; nothing was written" if prepared.unchanged else "written"
-    return "\n".join(
-        [f"{prepared.directory}: {verb}", *(f"  {name:<12} {text}" for name, text in rows.items())]
-    )
+    yield columns([f"  {name}", text] for name, text in rows.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -19,6 +18,7 @@ from sppo.config import load_run
 from sppo.output_file import check_output_files
 from sppo.plots.positions import position_plot
 from sppo.report.lines import print_line
+from sppo.report.metrics import finite_or_none
 from sppo.units import counted, format_count
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _without_nan(value: Any) -> Any:
         return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite_or_none(value)
 
 
 def _draw(found: Evaluation, path: Path) -> None:

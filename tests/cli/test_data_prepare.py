@@ -190,7 +190,7 @@ def test_parents_of_out_are_made(work: Path) -> None:
 def test_report(work: Path) -> None:
     result = prepare("--tokenizer", "bytes", "--out", "out", "src")
     assert result.exit_code == 0
-    for text in ("out: written", "1 from 1 file\n", "3 from 2 B", "257 ids"):
+    for text in ("out: written", "1 from 1 file ", "3 from 2 B", "257 ids"):
         assert text in result.stdout
     again = prepare("--tokenizer", "bytes", "--out", "out", "src")
     assert "holds these tokens already" in again.stdout
