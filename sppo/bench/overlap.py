@@ -142,7 +142,7 @@ def measure_overlap(
         layer: Layer to compute, which determines the bytes to copy.
         directory: Directory on the disk that a CPU copies to; a GPU copies to host memory.
         quick: Measure short subsequences in one round.
-        watcher: Receiver of the progress, notified of every round.
+        watcher: Receiver of the progress, notified of every unit.
 
     Raises:
         OSError: A disk that lacks the space, or failed.
@@ -216,7 +216,6 @@ class _ForwardWork:
             operands.take(context + tokens, model.kv_heads, model.head_dim, dtype=dtype)
             for _ in range(2)
         )
-
         self.saved_bytes = tokens * saved_bytes_per_token(layer)
 
     @property
