@@ -117,7 +117,7 @@ def stats(
         str | None,
         typer.Option(
             metavar="N",
-            help="Also tell how much is longer than N tokens, such as 32Ki.",
+            help="Also tell how much is longer than N tokens, such as 6000.",
             show_default=False,
         ),
     ] = None,
@@ -128,7 +128,7 @@ def stats(
     The length of a document is the number of its tokens in training: all but the last, one for each
     label.
 
-        sppo data stats data/code --length 8Ki
+        sppo data stats data/code --length 6000
     """
     with exit_codes():
         limit = _length(length)
@@ -138,7 +138,7 @@ def stats(
 
 
 def _screen(found: LengthStats) -> Screen:
-    """Yield percentiles and buckets of document lengths, and the effect of a length limit."""
+    """Yield percentiles and buckets of document lengths."""
     percentiles = ", ".join(f"{name} {n:,}" for name, n in found.length_percentiles.items())
     yield (
         f"{found.directory}: {counted(found.num_documents, 'document')}, "
@@ -156,15 +156,6 @@ def _screen(found: LengthStats) -> Screen:
         "with tokens": lambda bucket: f"{bucket.longer_tokens_share:.2%}",
     }
     yield item_table(found.buckets, buckets, left=0)
-    limit = found.limit
-    if limit is not None:
-        yield (
-            f"sequence.length {format_tokens(limit.length)}: longer documents "
-            f"{limit.num_longer_documents:,} ({limit.longer_documents_share:.2%}), with "
-            f"{limit.longer_tokens_share:.2%} of the tokens; samples of an epoch: "
-            f"{limit.num_samples_cut:,} with sequence.longer=cut, {limit.num_samples_drop:,} with "
-            "drop"
-        )
 
 
 def _labels_text(found: LengthStats) -> str:

@@ -6,7 +6,7 @@ starts, changes or downloads anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -41,8 +41,6 @@ def list_of(what: str, *, length: int | None = None) -> Callable[[object], objec
 
 
 ComputeDtype = Literal["bf16", "fp32"]
-TORCH_DTYPES: Mapping[str, ComputeDtype] = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
-"""Compute dtypes by torch's names."""
 
 LARGEST_FLOAT = 3.4e38
 """Largest accepted number: that of fp32, in which most numbers are used."""

@@ -63,12 +63,6 @@ def _check_whole_head(config: Json, rope: Json) -> None:
 
 
 def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:
-    if kind == "dynamic":
-        raise ValueError(
-            "config.json has rope_type 'dynamic', whose frequencies depend on the length of each "
-            f"sequence, so that cached keys go stale; supported: {_SUPPORTED}. "
-            "Train with yarn or linear instead"
-        )
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise refusal("rope_type", kind, _SUPPORTED)
     require(rope, ["factor"])

@@ -12,7 +12,7 @@ from typing import get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sppo.config.base import TORCH_DTYPES, ComputeDtype, Section
+from sppo.config.base import Section
 from sppo.config.run import RunConfig
 from sppo.quoting import QUOTE_CHARACTERS, one_line, quoted
 from sppo.units import counted
@@ -184,18 +184,11 @@ def _value_rule(details: Sequence[ErrorDetails]) -> str:
     words = re.findall("'([^']*)'", wanted)
     if not words:
         return _rule(details[0])
-    hint = nearest(_named_here(details[0]["input"], words), words)
+    hint = nearest(details[0]["input"], words)
     other = next((d for d in details if d["type"] != "literal_error"), None)
     if other is None or hint:
         return f"not one of {', '.join(words)}.{hint}"
     return f"neither {' nor '.join(words)} nor valid: {_rule(other)}"
-
-
-def _named_here(value: object, words: Sequence[str]) -> object:
-    """Return `value`, or the name here of a compute dtype that `value` names as torch does."""
-    if tuple(words) != get_args(ComputeDtype):
-        return value
-    return TORCH_DTYPES.get(str(value).removeprefix("torch."), value)
 
 
 def _rule(detail: ErrorDetails) -> str:

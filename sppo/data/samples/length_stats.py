@@ -80,20 +80,6 @@ class LengthBucket:
     """Fraction of all tokens that are in documents longer than `up_to`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitStats:
-    """Documents longer than a ``sequence.length`` of ``length``, and the resulting samples."""
-
-    length: int
-    num_longer_documents: int
-    longer_documents_share: float
-    longer_tokens_share: float
-    num_samples_cut: int
-    """Number of samples of one epoch with ``sequence.longer=cut``."""
-    num_samples_drop: int
-    """Number of samples of one epoch with ``sequence.longer=drop``."""
-
-
 @dataclass(frozen=True, slots=True)
 class LengthStats:
     """Statistics that ``sppo data stats`` prints."""
@@ -113,8 +99,6 @@ class LengthStats:
     length_percentiles: dict[str, int]
     """Length by percentile: p0, p10, ... p100."""
     buckets: tuple[LengthBucket, ...]
-    limit: LimitStats | None
-    """Figures for the requested ``sequence.length``; None if none was requested."""
 
 
 def length_stats(data: TokenData, *, length: int | None = None) -> LengthStats:
@@ -122,12 +106,12 @@ def length_stats(data: TokenData, *, length: int | None = None) -> LengthStats:
 
     Args:
         data: Open token data.
-        length: A ``sequence.length`` for which figures are added; None for none.
+        length: A ``sequence.length`` that is the largest length of a bucket, too; None for none.
     """
     counting, without = _count_labels(data)
     distribution = DocumentLengths.of(data)
     longest = int(distribution.lengths[-1])
-    edges = _EDGES[: bisect_left(_EDGES, longest) + 1]
+    edges = {*_EDGES[: bisect_left(_EDGES, longest) + 1], *([] if length is None else [length])}
     return LengthStats(
         directory=str(data.directory),
         num_documents=data.num_documents,
@@ -138,8 +122,9 @@ def length_stats(data: TokenData, *, length: int | None = None) -> LengthStats:
         mean_length=distribution.num_tokens / data.num_documents,
         longest=longest,
         length_percentiles=_percentiles(distribution.lengths),
-        buckets=tuple(_bucket(distribution, low, high) for low, high in pairwise([-1, *edges])),
-        limit=None if length is None else _limit_stats(distribution, length=length),
+        buckets=tuple(
+            _bucket(distribution, low, high) for low, high in pairwise([-1, *sorted(edges)])
+        ),
     )
 
 
@@ -174,19 +159,4 @@ def _bucket(distribution: DocumentLengths, low: int, high: int) -> LengthBucket:
         tokens_share=(tokens_within - tokens_before) / max(1, distribution.num_tokens),
         longer_documents_share=longer_documents,
         longer_tokens_share=longer_tokens,
-    )
-
-
-def _limit_stats(distribution: DocumentLengths, *, length: int) -> LimitStats:
-    """Return the figures for one ``sequence.length``."""
-    lengths = distribution.lengths
-    (within, _), (without_labels, _) = map(distribution.up_to, (length, 0))
-    documents_share, tokens_share = distribution.shares_longer(length)
-    return LimitStats(
-        length=length,
-        num_longer_documents=len(lengths) - within,
-        longer_documents_share=documents_share,
-        longer_tokens_share=tokens_share,
-        num_samples_cut=int((-(-lengths // length)).sum()),
-        num_samples_drop=max(0, within - without_labels),
     )
