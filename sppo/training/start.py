@@ -144,7 +144,8 @@ def start_ranks(ready: ReadyRun, words: list[str]) -> int:
         ValueError: This machine has fewer GPUs than ranks.
         MemoryError: The limit of open files is too low.
     """
-    from sppo.training.devices.device import check_devices
+    with torch_kept_quiet(os.environ):
+        from sppo.training.devices.device import check_devices
 
     num_ranks = MeshShape.of(ready.run.parallel).num_ranks
     check_devices(ready.run, local_ranks=num_ranks)
