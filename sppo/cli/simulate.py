@@ -17,7 +17,7 @@ from sppo.cli.candidate import host_memory_text
 from sppo.cli.command_group import CommandGroup, key_command
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, emit, item_table, written
-from sppo.config.key_values import read_keys
+from sppo.config.loading import read_keys
 from sppo.config.problems import KEY_PATHS, nearest
 from sppo.config.text_file import read_text_file
 from sppo.output_file import check_output_files, write_text

@@ -7,7 +7,7 @@ starts, changes or downloads anything.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -38,6 +38,13 @@ def list_of(what: str, *, length: int | None = None) -> Callable[[object], objec
         return value
 
     return check
+
+
+def comma_list(value: object) -> list[Any]:
+    """Return text such as ``1,2,1`` as the list of its entries, and a single value as a list."""
+    if isinstance(value, str):
+        return [entry.strip() for entry in value.split(",")]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 ComputeDtype = Literal["bf16", "fp32"]

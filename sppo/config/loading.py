@@ -1,15 +1,17 @@
-"""Loading and validation of run files with ``section.key=value`` overrides."""
+"""Loading and validation of run files with ``section.key=value`` overrides, and of requests."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from sppo.config.base import Section
 from sppo.config.huggingface import model_fields, read_config
 from sppo.config.presets import PRESETS
 from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of
@@ -74,7 +76,7 @@ def load_run(
             "or a run"
         )
     problems: list[Problem] = []
-    merged = apply_overrides(overrides, raw, problems)
+    merged = _apply_overrides(overrides, raw, problems)
     return check_run(merged, source=name, problems=problems)
 
 
@@ -98,7 +100,7 @@ def run_sections(run: RunConfig) -> dict[str, Any]:
     return run.model_dump(mode="json", exclude_unset=True)
 
 
-def apply_overrides(
+def _apply_overrides(
     overrides: Sequence[str] | Mapping[str, Any], raw: dict[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
     """Return a copy of `raw` with the overrides applied; faults are added to `problems`."""
@@ -224,3 +226,34 @@ def _overlay(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         same_type = ours.get("type", theirs["type"]) == theirs["type"]
         fields["rope_scaling"] = {**theirs, **ours} if same_type else ours
     return fields
+
+
+# Requests of a command
+
+Request = TypeVar("Request", bound=Section)
+
+
+def read_keys(
+    request: type[Request], words: Sequence[str], *, defaults: Mapping[str, Any] | None = None
+) -> Request:
+    """Return the request that ``KEY=VALUE`` words write, with values in YAML.
+
+    Args:
+        request: Section whose fields are the keys.
+        words: Words of the command line.
+        defaults: Values of keys that no word gives, instead of those of the section.
+
+    Raises:
+        ConfigError: The request has problems; the error lists all.
+    """
+    problems: list[Problem] = []
+    values = _apply_overrides(words, dict(defaults or {}), problems)
+    try:
+        found = request.model_validate(values)
+    except ValidationError as error:
+        for problem in problems_of(error, keys={"": sorted(request.model_fields)}):
+            key = problem.path.partition(".")[0]  # an entry of a list has the key of the list
+            problems.append(replace(problem, path=key))
+    if problems:
+        raise ConfigError("the request", problems)
+    return found

@@ -15,8 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
-from sppo.config.base import Section
-from sppo.config.key_values import comma_list
+from sppo.config.base import Section, comma_list
 from sppo.config.run import ScheduleName
 from sppo.schedule.actions import Lengths
 from sppo.schedule.costs import (
