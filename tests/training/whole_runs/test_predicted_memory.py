@@ -3,6 +3,7 @@
 import pytest
 
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+from sppo.training.records import predicted_and_measured
 from tests.conftest import write_run, write_tokens
 from tests.tiers import each_once
 from tests.training.jobs import train_rank
@@ -59,11 +60,9 @@ def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, se
 def state_bytes(rank, directory, arguments):
     """(predicted, measured) bytes of weights and of gradients on one of two replicas."""
     checked, outcome = train_rank(rank, directory, arguments)
-    device, measured = checked.plan.stages[0].memory.device, outcome.buckets
-    return [
-        (device.weights_bytes, measured.weights_bytes + measured.gathered_bytes),
-        (device.gradients_bytes, measured.gradients_bytes + measured.whole_gradients_bytes),
-    ]
+    device = checked.plan.stages[0].memory.device
+    found = predicted_and_measured(device, outcome.buckets, all_bytes=outcome.peak_bytes)
+    return found["weights"], found["gradients"]
 
 
 @pytest.mark.parametrize(("zero", "vocab_size"), each_once([1, 2, 3], [64, 4096]))
