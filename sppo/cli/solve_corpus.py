@@ -145,9 +145,7 @@ def _step_json(plan: StepPlan) -> dict[str, Any]:
         "policy": evaluated.effective_policy,
         "chunks": {
             "count": len(lengths),
-            "split": plan.num_split,
-            "batched": plan.num_batched,
-            "hybrid": plan.num_hybrid,
+            **{kind: plan.kinds[kind] for kind in ("split", "batched", "hybrid")},
             "least_tokens": min(lengths),
             "median_tokens": int(median(lengths)),
             "most_tokens": max(lengths),

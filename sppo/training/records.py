@@ -211,7 +211,8 @@ def _packing(plan: StepPlan, done: DoneStep, job: Job) -> dict[str, Any]:
     )
     samples, split, batched, hybrid, padding, bubble = _of_replicas(
         job,
-        *(plan.num_samples, plan.num_split, plan.num_batched, plan.num_hybrid),
+        plan.num_samples,
+        *(plan.kinds[kind] for kind in ("split", "batched", "hybrid")),
         plan.packed.padding_tokens,
         plan.bubble_fraction,
     )

@@ -10,6 +10,7 @@ a pipeline its weight gradients are then deferred if that simulates faster.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,11 +23,10 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import executed_flops
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.elastic.levels import fastest_levels
-from sppo.planning.elastic.packing import PADDING, PackedSamples
+from sppo.planning.elastic.packing import PADDING, PackedSamples, divide_samples
 from sppo.planning.elastic.packing_search import PackingSearch
-from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_shortfall import shortfall_text
-from sppo.planning.make_plan import compute_seconds, stage_plans
+from sppo.planning.make_plan import stage_plans
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
 from sppo.planning.search.division import WORTH_IT
@@ -98,11 +98,6 @@ class StepPlan:
         return self.evaluated.step_s
 
     @property
-    def phases_s(self) -> tuple[float, float, float]:
-        """Seconds of forwards and of backwards of the busiest rank, and of the update."""
-        return (*compute_seconds(self.evaluated), self.evaluated.time.update_s)
-
-    @property
     def executed_flops(self) -> int:
         """FLOPs that the step executes, including recomputation."""
         return executed_flops(self.evaluated.candidate, self.evaluated.placement)
@@ -117,29 +112,18 @@ class StepPlan:
         """Simulated memory of the fullest device."""
         return max(self.evaluated.simulated_bytes)
 
-    @property
-    def num_split(self) -> int:
-        """Number of subsequences that are one slice of a long sample."""
-        return self.kinds.count("split")
-
-    @property
-    def num_batched(self) -> int:
-        """Number of subsequences of short samples alone."""
-        return self.kinds.count("batched")
-
-    @property
-    def num_hybrid(self) -> int:
-        """Number of subsequences of the tail of a long sample and short samples."""
-        return self.kinds.count("hybrid")
-
     @cached_property
-    def kinds(self) -> list[str]:
-        """Kind of each subsequence: "split", "batched" or "hybrid"."""
-        kinds = []
+    def kinds(self) -> Counter[str]:
+        """Number of subsequences by kind.
+
+        "split" is one slice of a long sample, "batched" are short samples alone, and "hybrid" is
+        the tail of a long sample beside short samples.
+        """
+        kinds: Counter[str] = Counter()
         for sequence in self.sequences:
             for parts in sequence.parts():
                 cut = parts[0][0] > 0 or len(sequence.lengths) > 1
-                kinds.append("batched" if not cut else "hybrid" if len(parts) > 1 else "split")
+                kinds["batched" if not cut else "hybrid" if len(parts) > 1 else "split"] += 1
         return kinds
 
 
@@ -191,9 +175,7 @@ class StepPlanner:
         Raises:
             ValueError: There are fewer samples than replicas.
         """
-        return divide_samples(
-            self.packing_search.cost.of_samples(lengths), replicas=self.base.data_parallel_degree
-        )
+        return divide_samples(self.seconds_of(lengths), replicas=self.base.data_parallel_degree)
 
     def least_s(self, lengths: Sequence[int]) -> float:
         """Return about how long a step of these samples takes with everything retained, in seconds.
@@ -214,16 +196,11 @@ class StepPlanner:
             MemoryError: No plan fits.
         """
         short: list[EvaluatedCandidate] = []
-        alone = replace(self, quick=True)
-        for bases in self._bases():
-            found = [
-                plan for base in bases for plan in alone._fitting([packed], base=base, short=short)
-            ]
-            if found:
-                return min(found, key=lambda plan: plan.step_s)
-        shortfall = min(short, key=lambda one: one.short_bytes).shortfall
-        assert shortfall is not None, "what did not fit lacks something"
-        raise MemoryError(shortfall.reason)
+        found = replace(self, quick=True)._fastest([packed], short=short)
+        if found is None:
+            lengths = [tokens for sequence in packed.sequences for tokens in sequence.samples]
+            raise MemoryError(shortfall_text(lengths, short))
+        return found
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Return the fastest plan that fits, for samples of these lengths.
@@ -233,22 +210,30 @@ class StepPlanner:
         """
         packings = self.packing_search.packings(lengths, quick=self.quick)
         short: list[EvaluatedCandidate] = []
-        for bases in self._bases():
-            found = [
-                plan for base in bases for plan in self._fitting(packings, base=base, short=short)
-            ]
-            if found:
-                return self._with_best_schedule(min(found, key=lambda plan: plan.step_s))
+        fastest = self._fastest(packings, short=short)
+        if fastest is not None:
+            return self._with_best_schedule(fastest)
         # Fall back to the cuts of the run's plan, one sequence after another.
+        planned = self.packing_search.as_planned(lengths)
         for bases in self._bases():
-            found = self._fitting(
-                self.packing_search.as_planned(lengths), base=bases[-1], short=short
-            )
+            found = self._fitting(planned, base=bases[-1], short=short)
             if found:
                 return found[0]
         if self.quick:
             return replace(self, quick=False).plan(lengths)
         raise MemoryError(shortfall_text(lengths, short))
+
+    def _fastest(
+        self, packings: Sequence[PackedSamples], *, short: list[EvaluatedCandidate]
+    ) -> StepPlan | None:
+        """Return the fastest plan of the first bases with one; append what lacks memory."""
+        for bases in self._bases():
+            found = [
+                plan for base in bases for plan in self._fitting(packings, base=base, short=short)
+            ]
+            if found:
+                return min(found, key=lambda plan: plan.step_s)
+        return None
 
     def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, or its zero-bubble variant if deferring weight gradients is faster."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo.planning.elastic.replicas import divide_samples
+from sppo.planning.elastic.packing import divide_samples
 
 SECONDS = st.floats(1e-6, 1e3)
 

@@ -97,7 +97,7 @@ def test_a_plan_fits_and_can_be_run(planner, data):
     assert plan.program.lengths == tuple(sequence.lengths for sequence in plan.sequences)
     assert plan.num_samples == len(lengths)
     assert plan.tokens == sum(lengths) + plan.packed.padding_tokens
-    assert plan.num_split + plan.num_batched + plan.num_hybrid == len(candidate.lengths)
+    assert plan.kinds.total() == len(candidate.lengths)
     assert len(plan.placements) == candidate.num_stages
     for stage in plan.placements:
         for own, sequence in zip(stage, plan.sequences, strict=True):
