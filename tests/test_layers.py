@@ -46,8 +46,9 @@ def test_the_command_line_starts_without_anything_heavy():
 UPDATED = """
 import torch
 from sppo.config.run import OptimizerConfig
-from sppo.kernels import cross_entropy, elementwise, gradient_norm, rotary
+from sppo.kernels import cross_entropy, elementwise, rotary
 from sppo.kernels.attention import block_attention, interface
+from sppo.optim import gradient_norm
 from sppo.optim.fused_adamw import FusedAdamW
 
 x = torch.ones(2)

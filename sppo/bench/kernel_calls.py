@@ -19,10 +19,10 @@ from sppo.config.run import OptimizerConfig
 from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import token_losses
 from sppo.kernels.elementwise import Activation
-from sppo.kernels.gradient_norm import scale_, total_norm
 from sppo.kernels.linear import accumulate_bias_gradient
 from sppo.kernels.rotary import RotaryTable, rotate
 from sppo.optim.fused_adamw import FusedAdamW
+from sppo.optim.gradient_norm import global_norm
 
 Maker = Callable[[Operands, torch.dtype, int], Call]
 Shape = Callable[[str, int], tuple[int, ...]]
@@ -131,12 +131,13 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     gradients, *moments = ([torch.zeros_like(row) for row in parameters] for _ in range(3))
     config = OptimizerConfig()
     update = FusedAdamW(parameters, moments, config=config, weight_decay=config.weight_decay)
+    named = {str(index): gradient for index, gradient in enumerate(gradients)}
     factor = torch.full((), 0.5, device=operands.device)  # a GPU skips scaling by one
 
     def step() -> None:
         torch._foreach_zero_(gradients)
-        total_norm(gradients)
-        scale_(gradients, factor)
+        global_norm(named)
+        torch._foreach_mul_(gradients, factor)
         update.step(gradients, lr=config.lr)
 
     return step

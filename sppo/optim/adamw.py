@@ -1,4 +1,4 @@
-"""AdamW on fp32 master weights, and the global norm of the gradients.
+"""AdamW on fp32 master weights.
 
 Gradients are fp32, already summed over the step; the engine's weights may have a smaller compute
 dtype. All parameters are dictionaries by global name, in the order of the model's inventory.
@@ -7,7 +7,7 @@ dtype. All parameters are dictionaries by global name, in the order of the model
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,46 +15,9 @@ from torch import Tensor
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
 from sppo.cost.parameters import is_decayed
-from sppo.kernels.gradient_norm import scale_, total_norm
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 
 STEP_KEY = "optimizer.step"
-
-
-def global_norm(
-    gradients: Mapping[str, Tensor], *, after_each: Callable[[], None] | None = None
-) -> Tensor:
-    """Return the Euclidean norm of all gradients as one vector, 0-d, without synchronising.
-
-    Args:
-        gradients: Gradients by global name.
-        after_each: Called after each gradient has been read; None reads all gradients at once.
-    """
-    return total_norm(list(gradients.values()), after_each=after_each)
-
-
-def clip_(
-    gradients: Mapping[str, Tensor],
-    *,
-    norm: Tensor,
-    clip_norm: float,
-    after_each: Callable[[], None] | None = None,
-) -> None:
-    """Scale the gradients in place so that their global norm is at most ``clip_norm``.
-
-    As in :func:`torch.nn.utils.clip_grad_norm_`, the factor is min(1, clip_norm / (norm + 1e-6)).
-
-    Args:
-        gradients: Gradients by global name, fp32.
-        norm: The :func:`global_norm` of the gradients.
-        clip_norm: Largest norm; 0 does not clip.
-        after_each: Called after each gradient has been scaled; None scales all gradients at once.
-    """
-    if clip_norm == 0:
-        return
-    # Scaling by 1 if nothing is clipped avoids a comparison on the host, which synchronises.
-    factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-    scale_(list(gradients.values()), factor, after_each=after_each)
 
 
 class MasterState(ABC):

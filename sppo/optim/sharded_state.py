@@ -30,9 +30,9 @@ from sppo.engine.providers.gradients import GradientProvider
 from sppo.engine.providers.part_rows import PartRows, Rows
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.engine.providers.weights import WeightProvider
-from sppo.kernels.gradient_norm import sum_of_squares
-from sppo.optim.adamw import STEP_KEY, global_norm
+from sppo.optim.adamw import STEP_KEY
 from sppo.optim.fused_adamw import MOMENTS
+from sppo.optim.gradient_norm import global_norm, sum_of_squares
 from sppo.parallel.flat_row import FlatRow
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import WeightSharding

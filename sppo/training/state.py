@@ -29,7 +29,8 @@ from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.lane import Lane
 from sppo.offload.state_memory import DiskMemory, StateMemory
-from sppo.optim.adamw import AdamW, clip_
+from sppo.optim.adamw import AdamW
+from sppo.optim.gradient_norm import clip_
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.optim.sharded_state import ShardedState

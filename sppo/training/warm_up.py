@@ -14,7 +14,8 @@ from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.model.gradients import zero_gradients
-from sppo.optim.adamw import AdamW, clip_, global_norm
+from sppo.optim.adamw import AdamW
+from sppo.optim.gradient_norm import clip_, global_norm
 from sppo.training.devices.device import Device
 from sppo.training.state import DTYPES, loss_terms
 

@@ -5,7 +5,8 @@ import torch
 
 from sppo.config.run import OptimizerConfig
 from sppo.cost.parameters import is_decayed
-from sppo.optim.adamw import AdamW, clip_, global_norm
+from sppo.optim.adamw import AdamW
+from sppo.optim.gradient_norm import clip_, global_norm
 
 SHAPES = {
     "embed.weight": (37, 24),

@@ -179,7 +179,7 @@ def documents_not_isolated() -> Any:
 
 def norm_of_own_gradients() -> Any:
     """Every rank clips by the norm of its own gradients."""
-    from sppo.optim.adamw import global_norm
+    from sppo.optim.gradient_norm import global_norm
 
     return patch.object(
         ShardedState, "norm", lambda self, gradients, peers: global_norm(self.owned(gradients))

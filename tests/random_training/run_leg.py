@@ -21,7 +21,8 @@ from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
 from sppo.model.gradients import zero_gradients
 from sppo.offload.block_store import BlockStore
-from sppo.optim.adamw import AdamW, clip_
+from sppo.optim.adamw import AdamW
+from sppo.optim.gradient_norm import clip_
 from sppo.optim.learning_rate import learning_rate
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives

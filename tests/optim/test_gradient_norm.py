@@ -1,12 +1,12 @@
-"""Norms and sums of squares of gradients, and their scaling."""
+"""Norms and sums of squares of gradients, and clipping."""
 
 import math
 
 import pytest
 import torch
 
-from sppo.kernels import gradient_norm
-from sppo.kernels.gradient_norm import scale_, sum_of_squares, total_norm
+from sppo.optim import gradient_norm
+from sppo.optim.gradient_norm import clip_, global_norm, sum_of_squares
 from tests.kernels.allocations import peak_bytes
 
 SHAPES = [[(3, 5)], [(7,), (), (0, 4), (200, 700)], [(1, 1 << 16), (1 << 16, 1), (3, 1)]]
@@ -37,14 +37,18 @@ def test_no_copy_of_the_gradients_is_made():
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_the_norm_of_all_and_their_scaling(one_by_one):
     tensors = [torch.randn(3, 5), torch.randn(0, 4), torch.randn(()), torch.randn(700, 20)[:, 3:9]]
+    named = {str(index): tensor for index, tensor in enumerate(tensors)}
     read, scaled = [], []
     exact = torch.cat([x.double().flatten() for x in tensors])
-    norm = total_norm(tensors, after_each=(lambda: read.append(1)) if one_by_one else None)
+    norm = global_norm(named, after_each=(lambda: read.append(1)) if one_by_one else None)
     assert (norm.dtype, norm.shape) == (torch.float32, ())
     assert float(norm) == pytest.approx(float(exact.norm()), rel=1e-5)
     expected = [0.25 * x for x in tensors]
-    scale_(
-        tensors, torch.tensor(0.25), after_each=(lambda: scaled.append(1)) if one_by_one else None
+    clip_(
+        named,
+        norm=torch.tensor(4.0 - 1e-6),
+        clip_norm=1.0,
+        after_each=(lambda: scaled.append(1)) if one_by_one else None,
     )
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
     assert len(read) == len(scaled) == 4 * one_by_one

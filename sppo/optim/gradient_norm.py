@@ -1,0 +1,87 @@
+"""Norm of all gradients as one vector, and clipping by it in place, without synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24
+"""Elements that are converted to float64 at a time: few enough for the cache of a CPU, and on a
+device so many that few kernels are launched."""
+
+
+def global_norm(
+    gradients: Mapping[str, Tensor], *, after_each: Callable[[], None] | None = None
+) -> Tensor:
+    """Return the Euclidean norm of all gradients as one vector, 0-d, without synchronising.
+
+    Args:
+        gradients: Gradients by global name.
+        after_each: Called after each gradient has been read; None reads all gradients at once.
+    """
+    if after_each is None:
+        return get_total_norm(list(gradients.values()))
+    norms = []
+    for gradient in gradients.values():
+        norms.append(torch.linalg.vector_norm(gradient))
+        after_each()
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clip_(
+    gradients: Mapping[str, Tensor],
+    *,
+    norm: Tensor,
+    clip_norm: float,
+    after_each: Callable[[], None] | None = None,
+) -> None:
+    """Scale the gradients in place so that their global norm is at most ``clip_norm``.
+
+    As in :func:`torch.nn.utils.clip_grad_norm_`, the factor is min(1, clip_norm / (norm + 1e-6)).
+
+    Args:
+        gradients: Gradients by global name, fp32.
+        norm: The :func:`global_norm` of the gradients.
+        clip_norm: Largest norm; 0 does not clip.
+        after_each: Called after each gradient has been scaled; None scales all gradients at once.
+    """
+    if clip_norm == 0:
+        return
+    # Scaling by 1 if nothing is clipped avoids a comparison on the host, which synchronises.
+    factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    if after_each is None:
+        torch._foreach_mul_(list(gradients.values()), factor)
+        return
+    for gradient in gradients.values():
+        gradient.mul_(factor)
+        after_each()
+
+
+def sum_of_squares(
+    tensors: Sequence[Tensor], *, after_each: Callable[[], None] | None = None
+) -> Tensor:
+    """Return the sum of squares of all elements, computed in float64, 0-d on the tensors' device.
+
+    torch's norm in another dtype first converts the whole tensor, to twice its memory. This
+    function converts one chunk at a time; on a CPU it is four times as fast (30M elements).
+
+    Args:
+        tensors: Tensors to read, at least one, all on one device.
+        after_each: Function to call after each tensor has been read, or None.
+    """
+    device = tensors[0].device
+    chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    chunk = min(chunk, max(1, *(x.numel() for x in tensors)))
+    converted = torch.empty(chunk, dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        for part in torch.split(tensor.reshape(-1), chunk):
+            own = converted[: part.numel()].copy_(part)
+            total += torch.dot(own, own)
+        if after_each is not None:
+            after_each()
+    return total
