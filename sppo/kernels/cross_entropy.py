@@ -127,56 +127,32 @@ def token_losses(
 def _row_losses(
     logits_rV: Tensor, labels_r: Tensor, scale: float | None, terms: LossTerms
 ) -> Tensor:
-    """Compute :func:`token_losses` of a tile of rows; temporaries are freed on return."""
-    of_rows = _LogitRows.of_(logits_rV, labels_r, terms)
+    """Compute :func:`token_losses` of a tile of rows; temporaries are freed on return.
+
+    Overwrites logits that have the accumulation dtype by their exponentials ``exp(z - max z)``.
+    """
+    smoothing, z_loss = terms.label_smoothing, terms.z_loss
+    valid_r, label_r1 = labels_r != IGNORED_LABEL, labels_r.clamp(min=0).unsqueeze(1)
+    rows_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
+    wanted_r = rows_rV.gather(1, label_r1).squeeze(1).mul_(1 - smoothing)
+    if smoothing:
+        wanted_r += smoothing * rows_rV.mean(1)
+    top_r = rows_rV.amax(1)
+    rows_rV.sub_(top_r.unsqueeze(1)).exp_()
+    sum_r = rows_rV.sum(1)
+    lse_r = sum_r.log().add_(top_r)
+    losses_r = lse_r - wanted_r
+    if z_loss:
+        losses_r += z_loss * lse_r.square()
+    losses_r.masked_fill_(~valid_r, 0.0)
     if scale is not None:
-        logits_rV.copy_(of_rows.gradient_(scale))
-    return of_rows.losses_r
-
-
-@dataclass(frozen=True, slots=True)
-class _LogitRows:
-    """Softmax terms and losses of some rows of logits, in fp32 or better."""
-
-    exponentials_rV: Tensor
-    """``exp(z - max z)``."""
-    sum_r: Tensor
-    """Sums of the exponentials."""
-    lse_r: Tensor
-    losses_r: Tensor
-    label_r: Tensor
-    valid_r: Tensor
-    terms: LossTerms
-
-    @classmethod
-    def of_(cls, logits_rV: Tensor, labels_r: Tensor, terms: LossTerms) -> _LogitRows:
-        """Return terms and losses of rows; overwrite logits that have the accumulation dtype."""
-        exponentials_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
-        valid_r, label_r = labels_r != IGNORED_LABEL, labels_r.clamp(min=0)
-        smoothing = terms.label_smoothing
-        wanted_r = exponentials_rV.gather(1, label_r.unsqueeze(1)).squeeze(1).mul_(1 - smoothing)
+        scale_r = valid_r.to(rows_rV.dtype) * scale
+        rows_rV.mul_((scale_r * (1 + 2 * z_loss * lse_r) / sum_r).unsqueeze(1))
         if smoothing:
-            wanted_r += smoothing * exponentials_rV.mean(1)
-        top_r = exponentials_rV.amax(1)
-        exponentials_rV.sub_(top_r.unsqueeze(1)).exp_()
-        sum_r = exponentials_rV.sum(1)
-        lse_r = sum_r.log().add_(top_r)
-        losses_r = lse_r - wanted_r
-        if terms.z_loss:
-            losses_r += terms.z_loss * lse_r.square()
-        losses_r.masked_fill_(~valid_r, 0.0)
-        return cls(exponentials_rV, sum_r, lse_r, losses_r, label_r, valid_r, terms)
-
-    def gradient_(self, scale: float) -> Tensor:
-        """Return the gradient of ``scale * losses.sum()`` by the logits; overwrite exponentials."""
-        smoothing, gradient_rV = self.terms.label_smoothing, self.exponentials_rV
-        scale_r = self.valid_r.to(gradient_rV.dtype) * scale
-        of_lse_r = scale_r * (1 + 2 * self.terms.z_loss * self.lse_r)
-        gradient_rV.mul_((of_lse_r / self.sum_r).unsqueeze(1))
-        if smoothing:
-            gradient_rV.sub_((scale_r * (smoothing / gradient_rV.shape[1])).unsqueeze(1))
-        label_r1 = self.label_r.unsqueeze(1)
-        return gradient_rV.scatter_add_(1, label_r1, (scale_r * (smoothing - 1)).unsqueeze(1))
+            rows_rV.sub_((scale_r * (smoothing / rows_rV.shape[1])).unsqueeze(1))
+        rows_rV.scatter_add_(1, label_r1, (scale_r * (smoothing - 1)).unsqueeze(1))
+        logits_rV.copy_(rows_rV)
+    return losses_r
 
 
 def _losses_of(rows: Tensor) -> Tensor:

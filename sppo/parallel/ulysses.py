@@ -33,7 +33,8 @@ def shard_tokens(tokens: int, *, degree: int) -> tuple[int, ...]:
 class UlyssesAllToAll:
     """All-to-all between shards of tokens and shards of heads.
 
-    The argument ``shard_tokens`` of the methods is the number of tokens on each rank; its sum is C.
+    Methods take and return tensors for queries, and for keys or values. Their argument
+    ``shard_tokens`` is the number of tokens on each rank; its sum is C.
 
     Args:
         group: Ranks over which tokens are sharded.
@@ -46,47 +47,55 @@ class UlyssesAllToAll:
         self._group, self.rank, self.degree = group, rank, group.size()
         self.shard = head_shard(num_heads, kv_heads, degree=self.degree)
 
-    def queries_to_heads(
-        self, tensors: Sequence[Tensor], shard_tokens: Sequence[int]
+    def to_heads(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor] = (),
+        *,
+        shard_tokens: Sequence[int],
     ) -> list[Tensor]:
-        """Return each tensor ``[c, N, D]`` as ``[C, n, D]``, in one all-to-all."""
-        return self._to_heads([self._split(tensor) for tensor in tensors], shard_tokens)
+        """Return queries ``[c, N, D]`` as ``[C, n, D]``, then keys ``[c, K, D]`` as ``[C, k, D]``.
 
-    def inputs_to_heads(
-        self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor, shard_tokens: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (q_CnD, k_CkD, v_CkD), in one all-to-all."""
-        sent = [self._split(q_cND), self._split_keys(k_cKD), self._split_keys(v_cKD)]
-        q, k, v = self._to_heads(sent, shard_tokens)
-        return q, k, v
+        All go in one all-to-all.
+        """
+        sent = [*map(self._split, queries), *map(self._split_keys, keys)]
+        heads = [tensor.shape[2] for tensor in sent]
+        out_GchD = torch.cat(sent, dim=2).contiguous()
+        tokens, row = out_GchD.shape[1], out_GchD.shape[2] * out_GchD.shape[3]
+        received = out_GchD.new_empty((sum(shard_tokens), *out_GchD.shape[2:]))
+        sizes = [count * row for count in shard_tokens], [tokens * row] * self.degree
+        dist.all_to_all_single(received.view(-1), out_GchD.view(-1), *sizes, group=self._group)
+        return [part.contiguous() for part in torch.split(received, heads, dim=1)]
 
-    def keys_to_heads(
-        self, k_cKD: Tensor, v_cKD: Tensor, shard_tokens: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Return (k_CkD, v_CkD), in one all-to-all."""
-        k, v = self._to_heads([self._split_keys(k_cKD), self._split_keys(v_cKD)], shard_tokens)
-        return k, v
+    def to_tokens(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor] = (),
+        *,
+        shard_tokens: Sequence[int],
+    ) -> list[Tensor]:
+        """Return queries ``[C, n, D]`` as ``[c, N, D]``, then keys ``[C, k, D]`` as ``[c, K, D]``.
 
-    def queries_to_tokens(self, o_CnD: Tensor, shard_tokens: Sequence[int]) -> Tensor:
-        """Return an attention output ``[C, n, D]`` as ``[c, N, D]``."""
-        (o,) = self._to_tokens([o_CnD], shard_tokens)
-        return _join(o)
-
-    def gradients_to_tokens(
-        self, dq_CnD: Tensor, dk_CkD: Tensor, dv_CkD: Tensor, shard_tokens: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq_cND, dk_cKD, dv_cKD); dk and dv are summed over ranks that share a head."""
-        dq, dk, dv = self._to_tokens([dq_CnD, dk_CkD, dv_CkD], shard_tokens)
-        return _join(dq), self._join_keys(dk), self._join_keys(dv)
+        Those of keys are gradients, summed over ranks that share a head. All go in one all-to-all.
+        """
+        sent = [*queries, *keys]
+        out_ChD = torch.cat(sent, dim=1).contiguous()
+        tokens, row = shard_tokens[self.rank], out_ChD.shape[1] * out_ChD.shape[2]
+        received = out_ChD.new_empty((self.degree, tokens, *out_ChD.shape[1:]))
+        sizes = [tokens * row] * self.degree, [count * row for count in shard_tokens]
+        dist.all_to_all_single(received.view(-1), out_ChD.view(-1), *sizes, group=self._group)
+        parts = torch.split(received, [tensor.shape[1] for tensor in sent], dim=2)
+        joined = [_join(part) for part in parts[: len(queries)]]
+        return joined + [self._join_keys(part) for part in parts[len(queries) :]]
 
     def lse_to_tokens(self, lse_nC: Tensor, shard_tokens: Sequence[int]) -> Tensor:
         """Return log-sum-exps ``[n, C]`` as ``[N, c]``."""
-        tokens = self.queries_to_tokens(lse_nC.t().unsqueeze(2), shard_tokens)
+        (tokens,) = self.to_tokens([lse_nC.t().unsqueeze(2)], shard_tokens=shard_tokens)
         return tokens.squeeze(2).t().contiguous()
 
     def lse_to_heads(self, lse_Nc: Tensor, shard_tokens: Sequence[int]) -> Tensor:
         """Return log-sum-exps ``[N, c]`` as ``[n, C]``."""
-        (heads,) = self.queries_to_heads([lse_Nc.t().unsqueeze(2)], shard_tokens)
+        (heads,) = self.to_heads([lse_Nc.t().unsqueeze(2)], shard_tokens=shard_tokens)
         return heads.squeeze(2).t().contiguous()
 
     def _split(self, x_cND: Tensor) -> Tensor:
@@ -110,38 +119,6 @@ class UlyssesAllToAll:
                 terms.float().sum(1).to(terms.dtype) if terms.dtype.itemsize < 4 else (terms.sum(1))
             )
         return _join(d_GckD)
-
-    def _to_heads(self, sent: Sequence[Tensor], shard_tokens: Sequence[int]) -> list[Tensor]:
-        """Return each tensor ``[G, c, h, D]``, one slice for each rank, as ``[C, h, D]``."""
-        heads = [tensor.shape[2] for tensor in sent]
-        out_GchD = torch.cat(list(sent), dim=2).contiguous()
-        tokens, row = out_GchD.shape[1], out_GchD.shape[2] * out_GchD.shape[3]
-        received = out_GchD.new_empty((sum(shard_tokens), *out_GchD.shape[2:]))
-        self._exchange(
-            received,
-            out_GchD,
-            [count * row for count in shard_tokens],
-            [tokens * row] * self.degree,
-        )
-        return [part.contiguous() for part in torch.split(received, heads, dim=1)]
-
-    def _to_tokens(self, sent: Sequence[Tensor], shard_tokens: Sequence[int]) -> list[Tensor]:
-        """Return each tensor ``[C, h, D]`` as ``[G, c, h, D]``, one slice from each rank."""
-        heads = [tensor.shape[1] for tensor in sent]
-        out_ChD = torch.cat(list(sent), dim=1).contiguous()
-        tokens, row = shard_tokens[self.rank], out_ChD.shape[1] * out_ChD.shape[2]
-        received = out_ChD.new_empty((self.degree, tokens, *out_ChD.shape[1:]))
-        self._exchange(
-            received, out_ChD, [tokens * row] * self.degree, [count * row for count in shard_tokens]
-        )
-        return list(torch.split(received, heads, dim=2))
-
-    def _exchange(
-        self, received: Tensor, sent: Tensor, in_sizes: list[int], out_sizes: list[int]
-    ) -> None:
-        dist.all_to_all_single(
-            received.view(-1), sent.view(-1), in_sizes, out_sizes, group=self._group
-        )
 
 
 def _join(x_GchD: Tensor) -> Tensor:

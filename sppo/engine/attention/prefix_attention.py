@@ -50,7 +50,9 @@ class PrefixAttention:
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
         """Provide k and v of the unit to all later units, and return (o_cND, lse_Nc)."""
         if self.heads is not None:
-            q_cND, k_cKD, v_cKD = self.heads.inputs_to_heads(q_cND, k_cKD, v_cKD, self._tokens)
+            q_cND, k_cKD, v_cKD = self.heads.to_heads(
+                [q_cND], [k_cKD, v_cKD], shard_tokens=self._tokens
+            )
         self.kv.write(k_cKD, v_cKD)
         if self.offload is not None:
             self.offload(offloaded={"keys": k_cKD, "values": v_cKD})
@@ -61,13 +63,13 @@ class PrefixAttention:
     def provide(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
         """Provide k and v of the unit to all units again, without attention."""
         if self.heads is not None:
-            k_cKD, v_cKD = self.heads.keys_to_heads(k_cKD, v_cKD, self._tokens)
+            k_cKD, v_cKD = self.heads.to_heads([], [k_cKD, v_cKD], shard_tokens=self._tokens)
         self.kv.write(k_cKD, v_cKD)
 
     def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
         """Return (o_cND, lse_Nc) of this rank's tokens whose output was not saved."""
         if self.heads is not None:
-            (q_cND,) = self.heads.queries_to_heads([q_cND], self.unsaved_tokens)
+            (q_cND,) = self.heads.to_heads([q_cND], shard_tokens=self.unsaved_tokens)
         return self._attend(q_cND, self.unsaved_tokens)
 
     def backward(
@@ -75,15 +77,17 @@ class PrefixAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens; add those of the prefix."""
         if self.heads is not None:
-            do_cND, q_cND, o_cND = self.heads.queries_to_heads([do_cND, q_cND, o_cND], self._tokens)
+            do_cND, q_cND, o_cND = self.heads.to_heads(
+                [do_cND, q_cND, o_cND], shard_tokens=self._tokens
+            )
             lse_Nc = self.heads.lse_to_heads(lse_Nc, self._tokens)
         dk_TKD, dv_TKD = self.kv.gradients()
         dq = self._query_gradients(do_cND, q_cND, o_cND, lse_Nc, dk_TKD, dv_TKD)
         dk, dv = self.kv.complete(dk_TKD, dv_TKD)
         self.kv.release()
-        if self.heads is None:
-            return dq, dk, dv
-        return self.heads.gradients_to_tokens(dq, dk, dv, self._tokens)
+        if self.heads is not None:
+            dq, dk, dv = self.heads.to_tokens([dq], [dk, dv], shard_tokens=self._tokens)
+        return dq, dk, dv
 
     def _attend(self, q_CND: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of the last ``tokens`` of every run, for this rank's tokens."""
@@ -96,7 +100,8 @@ class PrefixAttention:
             lse = torch.cat([lse for _, lse in outputs], dim=1)
         if self.heads is None:
             return o, lse
-        return self.heads.queries_to_tokens(o, tokens), self.heads.lse_to_tokens(lse, tokens)
+        (o,) = self.heads.to_tokens([o], shard_tokens=tokens)
+        return o, self.heads.lse_to_tokens(lse, tokens)
 
     def _query_gradients(
         self,
