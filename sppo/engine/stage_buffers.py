@@ -24,6 +24,10 @@ LocalTokens = Callable[[UnitKey, int], int]
 """Maps (unit, end) to the number of the unit's first ``end`` tokens that this rank holds."""
 
 
+_TO_CONSUMER: dict[Wire, int] = {"act": 1, "grad": -1}
+"""Steps from the stage that makes a tensor to the stage that uses it."""
+
+
 class _InputKey(NamedTuple):
     """Key of one input of a stage: activation ("act") or gradient ("grad") of one unit."""
 
@@ -58,7 +62,8 @@ class StageBuffers:
         """True if the rank exchanges messages with others."""
         self._here: dict[_InputKey, dict[int, Tensor]] = {}
         self._expected: dict[_InputKey, dict[int, MessageInFlight]] = {}
-        self._outgoing: dict[tuple[_InputKey, int], Tensor] = {}
+        self._outgoing: dict[tuple[Wire, int, UnitKey, int], tuple[Tensor, int]] = {}
+        """Messages and their receivers, by the (wire, stage, unit, number) of their SEND."""
 
     def put(self, wire: Wire, action: Action, tensor: Tensor, *, first: int = 0) -> None:
         """Store the output of an F (wire "act") or B (wire "grad").
@@ -69,26 +74,25 @@ class StageBuffers:
             tensor: Output, with the tokens of this rank, or of its shard of the unit.
             first: Index of the first token of ``tensor`` among this rank's tokens of the unit.
         """
-        key = self._key(wire, producer=action.stage, unit=action.unit)
-        end = first + tensor.shape[0]
-        for number, route in enumerate(self._routes_of(key)):
+        stage, unit, end = action.stage, action.unit, first + tensor.shape[0]
+        for number, route in enumerate(self._schedule.routes(wire, producer=stage, unit=unit)):
             if route.sender != self._rank:
                 continue
-            begin, stop = self._interval(key, route)
+            begin, stop = self._interval(unit, route)
             assert first <= begin <= stop <= end, f"{action} made tokens {first} to {end}"
             part = tensor[begin - first : stop - first]
             if route.receiver == self._rank:
+                key = _InputKey(wire, stage + _TO_CONSUMER[wire], unit)
                 self._here.setdefault(key, {})[begin] = part
             else:
-                self._outgoing[key, number] = part
+                self._outgoing[wire, stage, unit, number] = part, route.receiver
 
     def send(self, action: Action) -> None:
         """Run a SEND; the stage of ``action`` is the producer of the tensor."""
         assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
-        key = self._key(action.wire, producer=action.stage, unit=action.unit)
-        receiver = self._routes_of(key)[action.shard].receiver
-        part = self._outgoing.pop((key, action.shard))
+        key = action.wire, action.stage, action.unit, action.shard
+        part, receiver = self._outgoing.pop(key)
         if part.shape[0]:
             self._p2p.send(part, receiver=receiver, what=str(action))
 
@@ -96,10 +100,12 @@ class StageBuffers:
         """Post the receive of a RECV; the stage of ``action`` is the consumer of the tensor."""
         assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
-        key = _InputKey(action.wire, action.stage, action.unit)
-        route = self._routes_of(key)[action.shard]
-        begin, end = self._interval(key, route)
+        producer = action.stage - _TO_CONSUMER[action.wire]
+        routes = self._schedule.routes(action.wire, producer=producer, unit=action.unit)
+        route = routes[action.shard]
+        begin, end = self._interval(action.unit, route)
         if end > begin:
+            key = _InputKey(action.wire, action.stage, action.unit)
             self._expected.setdefault(key, {})[begin] = self._p2p.receive(
                 (end - begin, self._width),
                 dtype=self._dtype,
@@ -109,13 +115,13 @@ class StageBuffers:
 
     def await_input(self, action: Action) -> None:
         """Wait until all messages with the input of an F or B have arrived."""
-        key = self._input_of(action)
+        key = _input_of(action)
         for begin, arrival in self._expected.pop(key, {}).items():
             self._here.setdefault(key, {})[begin] = arrival.wait()
 
     def take(self, action: Action) -> Tensor | None:
         """Return the input of an F or B, made by the neighbouring stage; None if there is none."""
-        parts = self._here.pop(self._input_of(action), None)
+        parts = self._here.pop(_input_of(action), None)
         if parts is None:
             return None
         ordered = [parts[begin] for begin in sorted(parts)]
@@ -131,21 +137,14 @@ class StageBuffers:
             self._p2p.wait_all()
         left = [f"{p.wire} of unit {p.unit} for stage {p.consumer}" for p in self._here]
         left += [f"a message: {key}" for key in self._expected]
-        left += [f"not sent: {key}" for key, _ in self._outgoing]
+        left += [f"not sent: {key}" for key in self._outgoing]
         assert not left, f"left over after the step: {', '.join(left)}"
 
-    def _key(self, wire: Wire, *, producer: int, unit: UnitKey) -> _InputKey:
-        return _InputKey(wire, producer + (1 if wire == "act" else -1), unit)
-
-    def _input_of(self, action: Action) -> _InputKey:
-        wire: Wire = "act" if action.kind is ActionKind.F else "grad"
-        return _InputKey(wire, action.stage, action.unit)
-
-    def _routes_of(self, key: _InputKey) -> tuple[Route, ...]:
-        """Return the routes of an input, in the order of the schedule's messages."""
-        producer = key.consumer - (1 if key.wire == "act" else -1)
-        return self._schedule.routes(key.wire, producer=producer, unit=key.unit)
-
-    def _interval(self, key: _InputKey, route: Route) -> tuple[int, int]:
+    def _interval(self, unit: UnitKey, route: Route) -> tuple[int, int]:
         """Return the interval of a route's tokens, as indices into this rank's tokens."""
-        return self._local(key.unit, route.begin), self._local(key.unit, route.end)
+        return self._local(unit, route.begin), self._local(unit, route.end)
+
+
+def _input_of(action: Action) -> _InputKey:
+    wire: Wire = "act" if action.kind is ActionKind.F else "grad"
+    return _InputKey(wire, action.stage, action.unit)

@@ -69,29 +69,20 @@ class StepPrograms:
             if len(self._made) >= _STEPS_KEPT:
                 self._made.clear()
             stages = () if forward_only else range(self._pipeline.placement.num_stages)
-            self._made[key] = PlannedStep(
-                self._make(lengths, forward_only=forward_only),
-                [self.placements_of(stage, lengths) for stage in stages],
-            )
+            placements = [[self._placements[n](parts) for parts in lengths] for n in stages]
+            program = self._pipeline.planned
+            if forward_only or program is None or program.lengths != lengths:
+                program = self._equal_units(lengths, placements)
+            self._made[key] = PlannedStep(program, placements)
         return self._made[key]
 
-    def placements_of(
-        self, stage: int, lengths: Sequence[tuple[int, ...]]
-    ) -> list[tuple[SubsequencePlacement, ...]]:
-        """Return the placement of each subsequence of each sequence on a stage."""
-        return [self._placements[stage](parts) for parts in lengths]
-
-    def _make(self, lengths: Lengths, *, forward_only: bool) -> Schedule:
-        """Return the planned program if the lengths match, else one for units of equal cost."""
-        pipeline, planned = self._pipeline, self._pipeline.planned
-        if planned is not None and planned.lengths == lengths and not forward_only:
-            return planned
+    def _equal_units(self, lengths: Lengths, placements: StepPlacements) -> Schedule:
+        """Return a program for units of equal cost; without placements only forward."""
+        pipeline, forward_only = self._pipeline, not placements
         num_units = sum(map(len, lengths))
         offloaded = np.zeros((pipeline.placement.num_stages, num_units), dtype=np.bool_)
-        if not forward_only:
-            for stage in self._placements:
-                placed = chain.from_iterable(self.placements_of(stage, lengths))
-                offloaded[stage] = [any(part.offloaded) for part in placed]
+        for stage, placed in enumerate(placements):
+            offloaded[stage] = [any(part.offloaded) for part in chain.from_iterable(placed)]
         return step_program(
             # The solver chose MSP for training steps.
             order_of(pipeline.schedule, num_virtual=pipeline.num_virtual)

@@ -99,31 +99,24 @@ def lock_pages(runtime: Any, memory: Tensor) -> None:
     Raises:
         MemoryError: The driver refuses.
     """
-    locked: list[int] = []
     for begin, end in spans(memory, most_bytes=CHUNK_BYTES):
         address = memory.data_ptr() + begin
         failure = runtime.cudaHostRegister(address, end - begin, 0)
         if int(failure) != 0:
             why = runtime.cudaGetErrorString(failure)
             forget_last_error()
-            _unlock(runtime, locked)
+            unlock_pages(runtime, memory[:begin])
             raise MemoryError(
                 f"the NVIDIA driver refuses to page-lock {format_bytes(end - begin)} of host "
                 f"memory, {format_bytes(memory.nbytes)} in all ({why}); offload less "
                 "(activations.offload_ratio), or end what else uses memory"
             )
-        locked.append(address)
 
 
 def unlock_pages(runtime: Any, memory: Tensor) -> None:
     """Unlock memory that :func:`lock_pages` locked and that no copy uses any more."""
-    begins = (begin for begin, _ in spans(memory, most_bytes=CHUNK_BYTES))
-    _unlock(runtime, [memory.data_ptr() + begin for begin in begins])
-
-
-def _unlock(runtime: Any, addresses: list[int]) -> None:
-    for address in addresses:
-        if int(runtime.cudaHostUnregister(address)) != 0:
+    for begin, _ in spans(memory, most_bytes=CHUNK_BYTES):
+        if int(runtime.cudaHostUnregister(memory.data_ptr() + begin)) != 0:
             forget_last_error()
 
 

@@ -51,17 +51,17 @@ def run_emulated(
 @contextmanager
 def _same_for_all_ranks() -> Iterator[None]:
     """Make the program of a step once for all ranks, which takes longer than to run it here."""
-    make = StepPrograms._make
+    make = StepPrograms._equal_units
     made: dict[Any, Schedule] = {}
 
-    def program(self: StepPrograms, lengths: Any, *, forward_only: bool) -> Schedule:
-        pipeline = self._pipeline
-        key = (pipeline.schedule, pipeline.num_ranks, pipeline.num_virtual, lengths, forward_only)
+    def program(self: StepPrograms, lengths: Any, placements: Any) -> Schedule:
+        pipeline, trains = self._pipeline, bool(placements)
+        key = (pipeline.schedule, pipeline.num_ranks, pipeline.num_virtual, lengths, trains)
         if key not in made:
-            made[key] = make(self, lengths, forward_only=forward_only)
+            made[key] = make(self, lengths, placements)
         return made[key]
 
-    with patch.object(StepPrograms, "_make", program):
+    with patch.object(StepPrograms, "_equal_units", program):
         yield
 
 

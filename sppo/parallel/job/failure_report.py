@@ -149,14 +149,11 @@ def failure_report(
         asked: Names of the signals by which the user asked the job to end.
         dumps: Dumps of NCCL's flight recorder.
     """
-    return "\n".join([*_failure_lines(ends, first=first, asked=asked), *_dump_lines(dumps)])
-
-
-def _dump_lines(dumps: Sequence[Path]) -> list[str]:
-    if not dumps:
-        return []
-    names = ", ".join(path.name for path in dumps)
-    return [f"  what NCCL was about (torchfrtrace reads it): {names} in {dumps[0].parent}"]
+    lines = _failure_lines(ends, first=first, asked=asked)
+    if dumps:
+        names = ", ".join(path.name for path in dumps)
+        lines.append(f"  what NCCL was about (torchfrtrace reads it): {names} in {dumps[0].parent}")
+    return "\n".join(lines)
 
 
 def _failure_lines(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str]) -> list[str]:

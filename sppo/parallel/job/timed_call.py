@@ -71,15 +71,13 @@ def without_calls_left_behind() -> Iterator[None]:
     """
     try:
         yield
-    except SystemExit as end:
-        if _ends_at_once():
+    except BaseException as end:
+        if not _ends_at_once():
+            raise
+        if isinstance(end, SystemExit):
             os._exit(_flushed(end.code))
-        raise
-    except BaseException:
-        if _ends_at_once():
-            sys.excepthook(*sys.exc_info())
-            os._exit(_flushed(1))
-        raise
+        sys.excepthook(*sys.exc_info())
+        os._exit(_flushed(1))
 
 
 def _ends_at_once() -> bool:

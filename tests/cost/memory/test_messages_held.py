@@ -59,7 +59,10 @@ def tokens_in(buffers, links, taken):
     tensors += [
         arrived.tensor for parts in buffers._expected.values() for arrived in parts.values()
     ]
-    tensors += [*buffers._outgoing.values(), *(t for sent in links.sent.values() for t in sent)]
+    tensors += [
+        *(part for part, _ in buffers._outgoing.values()),
+        *(t for sent in links.sent.values() for t in sent),
+    ]
     tensors += [] if taken is None else [taken]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values()) // 4
