@@ -77,6 +77,7 @@ class ShardedState:
         self.shapes = {name: shape for own in by_stage.values() for name, shape in own.items()}
         """Shapes of the parameters that this rank holds (with Megatron, shards), by global name."""
         self._whole_shapes = parameter_shapes(model)
+        replicas = mesh.replica_ranks
         self._buckets = {
             kind: RowBuckets(
                 mesh.groups.replicas.get(kind),
@@ -84,7 +85,7 @@ class ShardedState:
                 bucket_bytes=bucket_bytes,
                 device=device,
             )
-            for kind in mesh.replica_ranks
+            for kind in replicas
         }
         self._keys = {name: self._key(name) for name in self.shapes}
         self.keys_of_stages = {
@@ -96,8 +97,8 @@ class ShardedState:
         self._layouts = {
             key: FlatRow(
                 {name: shape for name, shape in self.shapes.items() if self._keys[name] == key},
-                ranks=len(mesh.replica_ranks[kind]),
-                rank=mesh.replica_ranks[kind].index(mesh.rank),
+                ranks=len(replicas[kind]),
+                rank=replicas[kind].index(mesh.rank),
             )
             for key, kind in self._kinds.items()
         }
