@@ -15,6 +15,7 @@ from sppo.kernels.cross_entropy import CROSS_ENTROPY
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
 from tests.engine.reference import reference_loss
+from tests.random_training.case import FAMILIES, ROPES
 
 BASE = {
     "vocab_size": 23,
@@ -25,17 +26,7 @@ BASE = {
     "mlp_size": 18,
     "max_positions": 64,
 }
-LLAMA3 = {"type": "llama3", "factor": 4.0, "original_max_positions": 16}
-YARN = {"type": "yarn", "factor": 4.0, "original_max_positions": 16}
-GPT = {
-    "norm": "layernorm",
-    "mlp": "gelu_tanh",
-    "position": "learned",
-    "qkv_bias": True,
-    "output_bias": True,
-    "mlp_bias": True,
-    "tie_embeddings": True,
-}
+GPT = {**FAMILIES["gpt2"], "tie_embeddings": True}
 VARIANTS = {
     "mha": {},
     "gqa, q/k-norm": {"num_kv_heads": 2, "qk_norm": True},
@@ -44,14 +35,12 @@ VARIANTS = {
         "num_kv_heads": 2,
         "sliding_window": 3,
         "sliding_window_first_layer": 1,
-        "rope_scaling": LLAMA3,
+        "rope_scaling": ROPES["llama3"],
     },
     "tied, yarn, all biases": {
+        **FAMILIES["llama, biases"],
         "tie_embeddings": True,
-        "rope_scaling": YARN,
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
+        "rope_scaling": ROPES["yarn"],
     },
     "gpt": GPT,
     "gpt, exact gelu, untied, mqa": {
@@ -61,12 +50,9 @@ VARIANTS = {
         "num_kv_heads": 1,
     },
     "mixed: layernorm, rotary, q/k-norm, linear": {
-        "norm": "layernorm",
+        **FAMILIES["layernorm, rotary, q/k-norm, gelu"],
         "num_kv_heads": 2,
-        "qk_norm": True,
-        "rope_scaling": {"type": "linear", "factor": 3.0},
-        "mlp": "gelu",
-        "output_bias": True,
+        "rope_scaling": ROPES["linear"],
     },
     "learned positions, q/k-norm, swiglu": {"position": "learned", "qk_norm": True},
 }
