@@ -79,7 +79,7 @@ def run_files(draw: st.DrawFn, directory: Path) -> None:
     path = directory / "run.yaml"
     path.write_text(draw(changed_json(RUN)), encoding="utf-8")
     override = st.sampled_from(WORDS).flatmap(lambda word: changed_words(word, changes=1))
-    load_run(path, draw(st.lists(override, max_size=2))).digest()
+    load_run(path, draw(st.lists(override, max_size=2)))
 
 
 def yaml_text(draw: st.DrawFn, directory: Path) -> None:
