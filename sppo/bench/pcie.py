@@ -2,7 +2,8 @@
 
 Everything is as in training: host memory is an arena of huge pages registered with CUDA, and each
 GPU has a process, which stays at the NUMA node of its GPU. The GPUs of a machine share its memory,
-and some share a link to it, so they are measured at the same time.
+and some share a link to it, so they are measured at the same time. If cupy is installed, its copies
+are measured, too: a difference would be the overhead of torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,6 +32,11 @@ from sppo.parallel.job.worker_process import without_script
 from sppo.units import GIB, MIB
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types
+
+_Copy = Callable[[Tensor, Tensor, Any], object]
+"""Function that starts to copy to a tensor from another one in a stream."""
+_MEMCPY_DEFAULT = 4
+"""Value of cudaMemcpyKind that finds the direction from the addresses."""
 
 _REQUESTS = (MIB, 16 * MIB, 128 * MIB)
 _QUICK_REQUESTS = (16 * MIB,)
@@ -85,22 +92,43 @@ def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurement
     points: list[CopyPoint] = []
     try:
         with _locked_arena(size_bytes, device) as memory:
-            for size in requests:
+            for (library, copy), size in product(_ways_to_copy().items(), requests):
                 copies = _Streams(
                     memory,
                     on_device,
+                    copy=copy,
                     request_bytes=size,
                     count=max(_FEWEST, min(_MOST, most_bytes // size)),
                     meet=partial(barrier.wait, _MEET_S),
                 )
                 copies.run(True, True)  # warm
                 rounds = _QUICK_ROUNDS if quick else _ROUNDS
-                points.append(measure_point(copies.run, request_bytes=size, rounds=rounds))
+                point = measure_point(copies.run, request_bytes=size, rounds=rounds)
+                points.append(replace(point, library=library))
     except threading.BrokenBarrierError:
         raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s") from None
     of_node = "" if node is None else f" of NUMA node {node.index} of {count_numa_nodes()}"
     where = f"host memory{of_node} and {_cuda.get_device_name(device)}"
-    return CopyMeasurements("host", where, tuple(points), planned=points[-1])
+    planned = [point for point in points if point.library == "torch"][-1]
+    return CopyMeasurements("host", where, tuple(points), planned=planned)
+
+
+def _ways_to_copy() -> dict[str, _Copy]:
+    """Return the functions that copy, by library."""
+
+    def by_torch(target: Tensor, source: Tensor, _: Any) -> object:
+        return target.copy_(source, non_blocking=True)
+
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return {"torch": by_torch}
+
+    def by_cupy(target: Tensor, source: Tensor, stream: Any) -> object:
+        addresses, size = (target.data_ptr(), source.data_ptr()), target.numel()
+        return runtime.memcpyAsync(*addresses, size, _MEMCPY_DEFAULT, stream.cuda_stream)
+
+    return {"torch": by_torch, "cupy": by_cupy}
 
 
 def _slower_way(point: CopyPoint) -> float:
@@ -118,11 +146,12 @@ class _Streams:
         host: Tensor,
         device: Tensor,
         *,
+        copy: _Copy,
         request_bytes: int,
         count: int,
         meet: Callable[[], object],
     ) -> None:
-        self._count, self._device, self._meet = count, device.device, meet
+        self._copy, self._count, self._device, self._meet = copy, count, device.device, meet
         half = device.numel() // 2
         ends = [(0, request_bytes), (half, half + request_bytes)]
         (host_out, host_back), (device_out, device_back) = (
@@ -158,7 +187,7 @@ class _Streams:
         with _cuda.stream(stream):
             begin.record(stream)
             for _ in range(self._count):
-                target.copy_(source, non_blocking=True)
+                self._copy(target, source, stream)
                 event = _cuda.Event(enable_timing=True)
                 event.record(stream)
                 done.append(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from sppo.bench.attention import AttentionRates
-from sppo.bench.copies import CopyMeasurements
+from sppo.bench.copies import CopyMeasurements, CopyPoint
 from sppo.bench.overlap import OverlapMeasurements
 from sppo.bench.suite import Measurements
 from sppo.cli.printing import Screen, Unbroken, item_table, table
@@ -169,13 +169,15 @@ def copies_screen(found: CopyMeasurements) -> Screen:
     """Yield the rates of copies to one tier, and the rates that plans will use."""
     out, back = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
     yield f"Copies, GB/s, measured: {out} or {back} alone, and both at once"
-    columns = {
+    columns: dict[str, Callable[[CopyPoint], str]] = {
         "request": lambda point: format_bytes(point.request_bytes),
         out: lambda point: _giga(point.out_alone_bytes_per_s),
         back: lambda point: _giga(point.back_alone_bytes_per_s),
         f"both: {out}": lambda point: _giga(point.out_bytes_per_s),
         f"both: {back}": lambda point: _giga(point.back_bytes_per_s),
     }
+    if found.tier == "host":
+        columns = {"by": lambda point: point.library, **columns}
     yield item_table(found.points, columns)
     yield found.where
     planned = found.planned
