@@ -105,8 +105,18 @@ class Stage:
         Raises:
             MemoryError: The memory cannot be allocated.
         """
+        if self._tensor is not None:
+            check_whole_classes(placements.values())
+        exchange = self._tensor or self._heads
         self._kv_placement = kv_placement
-        self.layout = self._step_layout(units, placements, sequences_in_flight=sequences_in_flight)
+        self.layout = ActivationLayout(
+            self._blocks,
+            {key: placements[key].sharded(unit.shard_tokens) for key, unit in units.items()},
+            rank=0 if exchange is None else exchange.rank,
+            unsharded_token_placements=None if self._tensor is None else placements,
+            sequences_in_flight=sequences_in_flight,
+            kv_row_bytes=self._kv.row_bytes if kv_placement == "offloaded" else 0,
+        )
         by_sequence: dict[int, int] = {}
         for unit in units.values():
             retained_bytes = self._retained_bytes(unit)
@@ -123,26 +133,6 @@ class Stage:
         kv, _ = self.store.get(key)
         StoredKV(self._kv, key.layer, key.sequence, span).write(kv["keys"], kv["values"])
         self.store.free(key)
-
-    def _step_layout(
-        self,
-        units: Mapping[UnitKey, Unit],
-        placements: Mapping[UnitKey, SubsequencePlacement],
-        *,
-        sequences_in_flight: int,
-    ) -> ActivationLayout:
-        """Return the layout of a step, with each unit's placement cut to this rank's tokens."""
-        if self._tensor is not None:
-            check_whole_classes(placements.values())
-        exchange = self._tensor or self._heads
-        return ActivationLayout(
-            self._blocks,
-            {key: placements[key].sharded(unit.shard_tokens) for key, unit in units.items()},
-            rank=0 if exchange is None else exchange.rank,
-            unsharded_token_placements=None if self._tensor is None else placements,
-            sequences_in_flight=sequences_in_flight,
-            kv_row_bytes=self._kv.row_bytes if self._kv_placement == "offloaded" else 0,
-        )
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:
         """Yield the weight parts that an action takes, in order.
@@ -202,7 +192,7 @@ class Stage:
             del saved  # otherwise tensors that are not saved stay alive during the next layer
         kv_stays = training and self._kv_placement == "retained"
         if not kv_stays and unit.span.end == unit.span.length:
-            self._release_sequence(unit.sequence)
+            self._kv.release(unit.sequence, layers=self._layers)
         if not self.is_last:
             return x
         self._providers.loss(unit, x, loss_scale)
@@ -258,7 +248,7 @@ class Stage:
                     )
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
-            self._release_sequence(unit.sequence)
+            self._kv.release(unit.sequence, layers=self._layers)
         if not self.is_first:
             return dx
         self._providers.embed_backward(unit, dx)
@@ -323,10 +313,6 @@ class Stage:
             layer, attention = self._layer(unit), self._attention(unit, below)
             layer.recompute_missing_rows(taken[below], weights, rotary=rotary, attention=attention)
             saved["x_in"] = layer.recompute_output(taken[below], weights)
-
-    def _release_sequence(self, sequence: int) -> None:
-        """Free K and V of a sequence in the layers of this stage."""
-        self._kv.release(sequence, layers=self._layers)
 
     def assert_idle(self) -> None:
         """Assert that the step left nothing over: every saved tensor was used exactly once."""

@@ -99,7 +99,15 @@ class BlockStore:
             self._checksums.begin_step()
         if schedule is not self._schedule and schedule.largest_bytes > 0:
             self._schedule = _NOTHING  # so that the next step tries again if this fails
-            self._reserve(schedule)
+            if not self._lane.drain():
+                raise RuntimeError(
+                    "the device does not answer, and may still copy to and from the memory of "
+                    "offloaded tensors: the step cannot start"
+                )
+            self._tier.reserve_disk(schedule)
+            self._tier.reserve_host(schedule)
+            slots, slot_bytes = schedule.ring_slots, schedule.largest_bytes
+            self._ring.reserve(slots, slot_bytes, self._lane.device_memory)
         self._begin(schedule)
 
     def put(
@@ -276,18 +284,6 @@ class BlockStore:
                 block.ring = self._ring.take()
                 self._tier.fetch(block)
             self._fetched += 1
-
-    def _reserve(self, schedule: OffloadSchedule) -> None:
-        """Reserve memory and file, and cut empty slots, once no copy is in flight."""
-        if not self._lane.drain():
-            raise RuntimeError(
-                "the device does not answer, and may still copy to and from the memory of "
-                "offloaded tensors: the step cannot start"
-            )
-        self._tier.reserve(schedule)
-        slots, slot_bytes = schedule.ring_slots, schedule.largest_bytes
-        self._ring.reserve(slots * slot_bytes, self._lane.device_memory)
-        self._ring.cut(slots, slot_bytes)
 
     def _begin(self, schedule: OffloadSchedule) -> None:
         """Begin a step, before its first block."""

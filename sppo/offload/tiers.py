@@ -58,14 +58,11 @@ class Slots:
         self.data = torch.empty(0, dtype=torch.uint8)
         self._slots: deque[Slot] = deque()
 
-    def reserve(self, size_bytes: int, allocate: Callable[[int], Tensor]) -> None:
-        """Allocate ``size_bytes``, unless there is enough already."""
-        if size_bytes > self.data.numel():
+    def reserve(self, count: int, slot_bytes: int, allocate: Callable[[int], Tensor]) -> None:
+        """Cut memory into empty slots, after allocating it unless there is enough already."""
+        if count * slot_bytes > self.data.numel():
             self.release()  # first: both allocations may not fit
-            self.data = allocate(size_bytes)
-
-    def cut(self, count: int, slot_bytes: int) -> None:
-        """Cut the memory into empty slots."""
+            self.data = allocate(count * slot_bytes)
         self._slots = deque(Slot(self.data[i * slot_bytes :][:slot_bytes]) for i in range(count))
 
     @property
@@ -146,26 +143,20 @@ class HostTier:
         self._lane = lane
         self.host = Slots()
 
-    def host_bytes(self, schedule: OffloadSchedule) -> int:
-        """Return the host memory that a step needs."""
-        return schedule.tier_bytes
-
     def reserve_host(self, schedule: OffloadSchedule) -> None:
-        """Reserve the host memory of a step.
+        """Reserve the host memory of a step, once no copy is in flight.
 
         Raises:
             MemoryError: The host lacks memory.
         """
-        self.host.reserve(self.host_bytes(schedule), partial(self._lane.host_memory, "blocks"))
+        self.host.reserve(1, schedule.tier_bytes, partial(self._lane.host_memory, "blocks"))
 
-    def reserve(self, schedule: OffloadSchedule) -> None:
-        """Reserve host memory and file of a step, once no copy is in flight.
+    def reserve_disk(self, schedule: OffloadSchedule) -> None:
+        """Reserve the file of a step, if there is one, once no copy is in flight.
 
         Raises:
-            MemoryError: The host lacks memory.
             OSError: The disk lacks space.
         """
-        self.reserve_host(schedule)
 
     @property
     def is_full(self) -> bool:
@@ -213,19 +204,18 @@ class DiskTier(HostTier):
         self._directory = directory
         self._reads: deque[tuple[Block, Slot, Event]] = deque()
 
-    def host_bytes(self, schedule: OffloadSchedule) -> int:
-        """Return the bytes of the staging slots of a step."""
-        return schedule.staging_slots * schedule.largest_bytes
+    def reserve_host(self, schedule: OffloadSchedule) -> None:
+        """Reserve the staging slots of a step, once no copy is in flight."""
+        allocate = partial(self._lane.host_memory, "blocks")
+        self.host.reserve(schedule.staging_slots, schedule.largest_bytes, allocate)
 
-    def reserve(self, schedule: OffloadSchedule) -> None:
-        """Reserve staging slots and file of a step, once no copy is in flight."""
+    def reserve_disk(self, schedule: OffloadSchedule) -> None:
+        """Reserve the file of a step, once no copy is in flight."""
         self._reads.clear()  # of a failed step
         if schedule.tier_bytes > self.disk_bytes:
             self.disk_bytes = 0
             self._lane.file.open(self._directory, schedule.tier_bytes)
             self.disk_bytes = schedule.tier_bytes
-        self.reserve_host(schedule)
-        self.host.cut(schedule.staging_slots, schedule.largest_bytes)
 
     @property
     def is_full(self) -> bool:

@@ -10,8 +10,9 @@ collective. Inside :meth:`HostCollectives.decided_by_main`, :meth:`HostCollectiv
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sppo.parallel.job.facts import difference_report
 from sppo.parallel.job.peer_errors import peer_errors
 
 T = TypeVar("T")
+
+_MOST_LINES = 15
+"""Most lines of a report of facts that differ."""
 
 
 class HostCollectives:
@@ -211,3 +214,50 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return work(), None
     except (Exception, KeyboardInterrupt) as error:  # the other ranks must not wait forever
         return None, error
+
+
+def flat_facts(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
+    """Return nested ``values`` as one fact per leaf, so that differences are reported by key.
+
+    For example ``{"a.b": "1"}`` for ``{"a": {"b": 1}}``.
+    """
+    facts: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            facts |= flat_facts(value, prefix=f"{name}.")
+        else:
+            facts[name] = json.dumps(value)
+    return facts
+
+
+def difference_report(facts: Sequence[Mapping[str, str]]) -> str:
+    """Return the error message for ranks with different facts; "" if all ranks have equal facts.
+
+    Args:
+        facts: Facts of every rank, in order of rank.
+    """
+    lines = [f"  {line}" for line in _differences(facts)]
+    if not lines:
+        return ""
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    return (
+        "the ranks of a job must all run the same, and these do not:\n"
+        + "\n".join(lines)
+        + "\nstart every rank from the same installation with the same command and the same data"
+    )
+
+
+def _differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield one line for each value that differs from the value on rank 0."""
+    for name in dict.fromkeys(name for values in facts for name in values):
+        expected = facts[0].get(name, "nothing")
+        others: dict[str, list[str]] = {}
+        for rank, values in enumerate(facts):
+            value = values.get(name, "nothing")
+            if value != expected:
+                others.setdefault(value, []).append(str(rank))
+        for value, ranks in others.items():
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+            yield f"{name}: {expected} on rank 0, {value} on {who}"

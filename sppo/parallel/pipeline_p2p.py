@@ -57,10 +57,15 @@ class PipelineLinks:
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
         """Start to send a tensor, after waiting for old messages if too many are in flight.
 
-        The tensor must not change afterwards; errors name it ``what``.
+        The tensor must not change afterwards; errors name it ``what``. Gloo reports that a message
+        has been sent only if it is waited for. Waiting cannot deadlock: a program is proven to end
+        even if every send waits for its receive (:mod:`sppo.schedule.checks.deadlock`).
         """
         under_way = self._under_way.setdefault(receiver, deque())
-        self._forget_what_left(under_way)
+        while under_way and under_way[0].work.is_completed():
+            under_way.popleft()
+        while len(under_way) >= _MOST_UNDER_WAY:
+            under_way.popleft().wait()
         tensor = tensor.contiguous()
         with peer_errors(f"sending {what}"):
             work = dist.isend(
@@ -87,18 +92,6 @@ class PipelineLinks:
         group = self._groups.get((sender, receiver), self._far)
         assert group is not None, f"{sender} to {receiver}: only where units are cut"
         return group
-
-    def _forget_what_left(self, under_way: deque[MessageInFlight]) -> None:
-        """Drop tensors that have been sent, and wait until few enough messages are in flight.
-
-        Gloo reports that a message has been sent only if it is waited for. Waiting cannot deadlock:
-        a program is proven to end even if every send waits for its receive
-        (:mod:`sppo.schedule.checks.deadlock`).
-        """
-        while under_way and under_way[0].work.is_completed():
-            under_way.popleft()
-        while len(under_way) >= _MOST_UNDER_WAY:
-            under_way.popleft().wait()
 
     def _warm_up(self) -> None:
         """Send a small message over every edge, to connect all edges before anything is timed."""

@@ -16,9 +16,8 @@ from rich.console import Console
 from sppo.config import RunConfig
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData
-from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.host_collectives import HostCollectives, flat_facts
 from sppo.parallel.job.environment import RankEnvironment
-from sppo.parallel.job.facts import flat_facts
 from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.job.rendezvous import connect, disconnect

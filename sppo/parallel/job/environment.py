@@ -251,7 +251,11 @@ def _slurm_tasks(environ: Mapping[str, str]) -> str:
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     tasks = _slurm_tasks(environ)
     address = environ.get("MASTER_ADDR") or _first_slurm_host(environ)
-    port = _port(environ) if environ.get("MASTER_PORT") else _slurm_port(environ)
+    if environ.get("MASTER_PORT"):
+        port = _port(environ)
+    else:  # equal for all tasks of a step, and probably different for each step
+        step = 101 * _number(environ, "SLURM_STEP_ID")
+        port = _FIRST_PORT + (_number(environ, "SLURM_JOB_ID") + step) % _NUM_PORTS
     return _checked(
         RankEnvironment(
             rank=_number(environ, "SLURM_PROCID"),
@@ -274,12 +278,6 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
         "SLURM_STEP_NODELIST is not set, although SLURM_PROCID is: the ranks meet on its first "
         "host; start with srun, or set MASTER_ADDR to the host of rank 0"
     )
-
-
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    """Return a port that is equal for all tasks of a step, and probably differs between steps."""
-    job = _number(environ, "SLURM_JOB_ID")
-    return _FIRST_PORT + (job + 101 * _number(environ, "SLURM_STEP_ID")) % _NUM_PORTS
 
 
 def _slurm_local_tasks(environ: Mapping[str, str]) -> int:

@@ -259,22 +259,18 @@ class _Job:
 def _end_of(child: _Child) -> RankEnd:
     """Return how a rank ended; a rank that could not be killed counts as killed."""
     code, output = child.process.returncode, child.output
+    said = "" if output is None else _last_bytes(output, _LAST_BYTES).decode(errors="replace")
     return RankEnd(
         rank=child.rank,
         returncode=-signal.SIGKILL if code is None else code,
         ended_s=time.monotonic() if child.ended_s is None else child.ended_s,
         stopped=child.stopped,
         note=read_progress(_path_of(child.record)),
-        last_lines=() if output is None else _last_lines(output),
+        last_lines=tuple(said.rstrip().splitlines()[-_LAST_LINES:]),
         collective_timed_out=None
         if output is None
         else _WATCHDOG_SIGN in _last_bytes(output, _WATCHDOG_BYTES),
     )
-
-
-def _last_lines(output: IO[bytes]) -> tuple[str, ...]:
-    text = _last_bytes(output, _LAST_BYTES).decode(errors="replace").rstrip()
-    return tuple(text.splitlines()[-_LAST_LINES:])
 
 
 def _last_bytes(output: IO[bytes], count: int) -> bytes:

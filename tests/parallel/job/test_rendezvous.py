@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from sppo.parallel.host_collectives import difference_report, flat_facts
 from sppo.parallel.job import rendezvous
 from sppo.parallel.job.environment import RankEnvironment
-from sppo.parallel.job.facts import difference_report, flat_facts
 from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.job.rendezvous import connect
 from tests.tiers import exhaustive
