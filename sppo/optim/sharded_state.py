@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -35,9 +36,10 @@ from sppo.optim.fused_adamw import MOMENTS
 from sppo.optim.gradient_norm import global_norm, sum_of_squares
 from sppo.parallel.flat_row import FlatRow
 from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.mesh import Mesh, ReplicaGroup
-from sppo.parallel.row_messages import RowBuckets, add_up
+from sppo.parallel.row_messages import RowBuckets
 
 _TIED = "embed.weight"
 
@@ -245,7 +247,10 @@ class ShardedState:
             ends = self._mesh.groups.ends
             assert ends is not None, "ranks that share a parameter are connected"
             own = _within(gradients[_TIED], self._updated(_TIED))
-            add_up(own, ends, what="adding up the embedding's gradients", device=self._device)
+            total = own.to(self._device)
+            with peer_errors("adding up the embedding's gradients"):
+                dist.all_reduce(total, group=ends)
+            own.copy_(total)
 
     def gather(self, weights: Rows) -> None:
         """Fill the intervals of ``weights`` that other ranks updated, unless they keep shards."""

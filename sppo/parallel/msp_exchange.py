@@ -20,7 +20,6 @@ from sppo.parallel.collectives import all_gather
 from sppo.parallel.flat_row import FlatRow, Shapes
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh, first_messages
-from sppo.parallel.row_messages import add_up
 
 
 def _wait_for(works: Iterable[Any]) -> None:
@@ -59,7 +58,8 @@ class TokenMembers:
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over these ranks."""
-        add_up(tensor, self._group, what="adding up a shard's weight gradients")
+        if self._group is not None:
+            dist.all_reduce(tensor, group=self._group)
 
 
 class MspExchange:

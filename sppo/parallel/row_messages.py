@@ -136,28 +136,3 @@ class RowBuckets:
         for part_RN in torch.split(row.view(self._ranks, -1), self._bucket_elements, dim=1):
             self._wait_for(REDUCE_BUCKETS - 1)
             yield part_RN
-
-
-def add_up(
-    tensor: Tensor,
-    group: ProcessGroup | None,
-    *,
-    what: str,
-    device: torch.device | None = None,
-) -> None:
-    """Replace a tensor by its sum over ``group``, in place.
-
-    Args:
-        tensor: Tensor to sum.
-        group: Ranks to sum over; None does nothing.
-        what: Description of the operation in error messages.
-        device: Device whose tensors the group carries; None if the tensor lives on this device.
-    """
-    if group is None:
-        return
-    with peer_errors(what):
-        total = tensor.contiguous()
-        total = total if device is None else total.to(device)
-        dist.all_reduce(total, group=group)
-        if total is not tensor:
-            tensor.copy_(total)
