@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import ceil
 
 from sppo.config.run import RunConfig
-from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
 from sppo.planning.make_plan import make_plan
@@ -95,7 +94,7 @@ def executed_candidate(
     """
     if schedule is None:
         return as_executed(evaluate_in_nearest_tiers(run, hardware=hardware))
-    candidate = run_candidate(run, hardware=hardware)
+    candidate = evaluate_degrees(run, hardware=hardware).candidate
     virtual = candidate.virtual_stages if schedule in WITH_VIRTUAL_STAGES else 1
     candidate = replace(candidate, schedule=schedule, virtual_stages=virtual)
     if schedule in WHOLE_SEQUENCES:
@@ -116,28 +115,26 @@ def evaluate_in_nearest_tiers(
         allow_partial: Whether policies may split a tensor class where the candidate allows it.
 
     Raises:
-        ValueError: See :func:`run_candidate`.
+        ValueError: See :func:`evaluate_degrees`.
     """
     tried: list[EvaluatedCandidate] = []
     full: set[Tier] = set()
     for attempt in runs_by_tiers(run, hardware=hardware):
         if attempt.activations.tier in full:
             continue  # state that leaves the device would go to this full tier, too
-        candidate = run_candidate(attempt, hardware=hardware)
-        partial = candidate.allow_partial and allow_partial
-        found = evaluate_candidate(replace(candidate, allow_partial=partial))
+        found = evaluate_degrees(attempt, hardware=hardware)
+        if not allow_partial:
+            found = evaluate_candidate(replace(found.candidate, allow_partial=False))
         if found.shortfall is None:
             return found
         tried.append(found)
         if found.shortfall.place != "device":
-            full.add(candidate.tier)
+            full.add(found.candidate.tier)
     return min(tried, key=lambda one: one.short_bytes)
 
 
-def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
-    """Return the candidate with the degrees of a run, and its cuts and virtual stages.
-
-    Cuts, virtual stages and the schedule, if the run leaves them open, are the fastest that fit.
+def evaluate_degrees(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate:
+    """Return the best candidate with the degrees and tiers of a run; if none fits, the nearest.
 
     Raises:
         ValueError: The replicas cannot share the sequences evenly, the degrees rule out units
@@ -154,7 +151,7 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
         if refused is not None:
             raise ValueError(refused)
     division = Division(run, hardware=hardware, degrees=degrees)
-    return (division.best() or division.nearest_tried()).candidate
+    return division.best() or division.nearest_tried()
 
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:

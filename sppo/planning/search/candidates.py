@@ -12,6 +12,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import (
     CHOSEN_UNITS,
     CUT_UNIT,
+    MOST_UNITS,
     Degrees,
     activation_tiers,
     asked_schedule,
@@ -19,7 +20,6 @@ from sppo.planning.search.choices import (
     machine_asked_for,
     multiplexed_problem,
     places_kv,
-    step_units,
     subsequence_counts_to_try,
     subsequence_problem,
     units_problem,
@@ -64,10 +64,13 @@ def candidates_of_degrees(
     cuts: dict[int, tuple[int, ...]] = {}
     stages = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
     for virtual, count in product(stages, counts):
-        size = {"num_subsequences": count, "virtual_stages": virtual}
-        if found and step_units(run, degrees=degrees, **size) > CHOSEN_UNITS:
-            continue
-        refused = units_problem(run, degrees=degrees, **size)
+        refused = units_problem(
+            run,
+            num_subsequences=count,
+            degrees=degrees,
+            virtual_stages=virtual,
+            most=CHOSEN_UNITS if found else MOST_UNITS,
+        )
         if refused is None:
             if count not in cuts:
                 cuts[count] = cut_sequence(

@@ -339,28 +339,20 @@ def exceeds_sweet_spot(candidate: Candidate) -> bool:
     return sum(candidate.lengths) > longest * shards
 
 
-def step_units(
-    run: RunConfig, *, num_subsequences: int, degrees: Degrees, virtual_stages: int
-) -> int:
-    """Return the units of a step of one replica, each as often as it counts (`CUT_UNIT`)."""
-    sequences = max(1, run.train.sequences_per_step // degrees.data_parallel)
-    stages = degrees.pipeline_parallel * virtual_stages
-    may_be_cut = uses_msp(run) and degrees.pipeline_parallel > 1
-    return sequences * num_subsequences * stages * (CUT_UNIT if may_be_cut else 1)
-
-
 def units_problem(
-    run: RunConfig, *, num_subsequences: int, degrees: Degrees, virtual_stages: int
+    run: RunConfig, *, num_subsequences: int, degrees: Degrees, virtual_stages: int, most: int
 ) -> str | None:
-    """Return a message if a step of one replica has more than `MOST_UNITS` units; else None."""
-    counts = {"num_subsequences": num_subsequences, "virtual_stages": virtual_stages}
-    if step_units(run, degrees=degrees, **counts) <= MOST_UNITS:
-        return None
+    """Return a message if a step of one replica has more than `most` units; else None.
+
+    Units that may be cut over ranks (MSP) count as `CUT_UNIT` each.
+    """
     sequences = max(1, run.train.sequences_per_step // degrees.data_parallel)
     stages = degrees.pipeline_parallel * virtual_stages
-    units, most, cut = sequences * num_subsequences * stages, MOST_UNITS, ""
+    units, cut = sequences * num_subsequences * stages, ""
     if uses_msp(run) and degrees.pipeline_parallel > 1:
-        most, cut = MOST_UNITS // CUT_UNIT, " if they may be cut over pipeline ranks (MSP)"
+        most, cut = most // CUT_UNIT, " if they may be cut over pipeline ranks (MSP)"
+    if units <= most:
+        return None
     return (
         f"a step of {counted(sequences, 'sequence')} x {counted(num_subsequences, 'subsequence')} "
         f"x {counted(stages, 'stage')} has {units} units, more than the {most} that are planned"

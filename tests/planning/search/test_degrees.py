@@ -6,7 +6,7 @@ import pytest
 
 from sppo.config.base import MOST_SUBSEQUENCES
 from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.search import choices
+from sppo.planning.search import candidates
 from sppo.planning.search.choices import degrees_to_try, subsequence_counts_to_try
 from sppo.training.start import degree_problems
 from tests.planning.cases import run_config, solved
@@ -66,7 +66,7 @@ def test_few_subsequences_are_tried_where_many_ranks_share_them():
 
 @pytest.mark.parametrize("keys", [{"virtual_stages": 8}, {"pipeline_parallel_degree": 1}])
 def test_steps_have_no_more_units_than_can_be_planned(monkeypatch, keys):
-    monkeypatch.setattr(choices, "MOST_UNITS", 64)
+    monkeypatch.setattr(candidates, "MOST_UNITS", 64)
     model = {**PHI, "num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 8}
     machine = {"preset": "a100-80g", "devices_per_node": 1}
     run = run_config(model, length="64Ki", parallel=keys, hardware=machine)
