@@ -44,7 +44,8 @@ class CutSteps:
         groups: Mapping[int, MspGroup],
         forward_only: bool = False,
     ) -> None:
-        self._plain, self._costs, self._forward_only = plain, costs, forward_only
+        self.plain, self.costs, self.groups = plain, costs, groups
+        self._forward_only = forward_only
         self._units, self._size = costs.num_units, costs.num_stages * costs.num_units
         self._offsets = plain.unit_offsets
         self._rank_of = [plain.placement.rank_of(stage) for stage in range(costs.num_stages)]
@@ -56,8 +57,6 @@ class CutSteps:
         }
         priced = replace(plain, cuts=self._cuts(groups.values()))
         self._cut_s = msp_seconds(priced, groups=groups, costs=costs)
-        self._groups = groups
-        self._hops = {F: self._whole_messages(1), B: self._whole_messages(-1)}
         self._messages: dict[tuple[int, int, bool, bool], _Messages] = {}
 
     def saved_s(self, slot: int) -> float:
@@ -67,8 +66,8 @@ class CutSteps:
 
     def program(self, chosen: Mapping[int, MspGroup]) -> Schedule:
         """Return the schedule with exactly the MSP groups `chosen`."""
-        parts: list[list[EncodedProgram]] = [[] for _ in range(self._plain.num_ranks)]
-        for sequence in range(self._plain.num_sequences):
+        parts: list[list[EncodedProgram]] = [[] for _ in range(self.plain.num_ranks)]
+        for sequence in range(self.plain.num_sequences):
             for own, forward in zip(parts, self._forwards(sequence, chosen), strict=True):
                 own.append(forward)
                 if not self._forward_only:
@@ -77,18 +76,18 @@ class CutSteps:
         encoded = tuple(
             with_reductions(
                 EncodedProgram.joined(own),
-                stages=self._plain.placement.stages_of(rank),
+                stages=self.plain.placement.stages_of(rank),
                 num_units=self._units,
             )
             for rank, own in enumerate(parts)
         )
-        return replace(self._plain, encoded=encoded, cuts=self._cuts(chosen.values()))
+        return replace(self.plain, encoded=encoded, cuts=self._cuts(chosen.values()))
 
     def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
         """Return the simulated seconds of a step with exactly the MSP groups `chosen`."""
-        num_ranks = self._plain.num_ranks
+        num_ranks = self.plain.num_ranks
         free, sent = [0.0] * num_ranks, [0.0] * num_ranks**2
-        for sequence in range(self._plain.num_sequences):
+        for sequence in range(self.plain.num_sequences):
             order = self._order(sequence, chosen)
             self._walk(order, F, sequence, chosen, free=free, sent=sent)
             if not self._forward_only:
@@ -120,13 +119,12 @@ class CutSteps:
         """
         units, size, rank_of, num_ranks = self._units, self._size, self._rank_of, len(free)
         whole_s, cut_s = self._whole_s[code], self._cut_s
-        hops = self._hops[code]
         begins = self._offsets[sequence]
-        ends = begins + len(self._plain.lengths[sequence]) - 1
+        ends = begins + len(self.plain.lengths[sequence]) - 1
         to_next, to_before = units, -1
         if code == B:
             begins, ends, to_next, to_before = ends, begins, -units, 1
-        reduces = code == B and sequence == self._plain.num_sequences - 1
+        reduces = code == B and sequence == self.plain.num_sequences - 1
         made, arrived = [0.0] * size, [0.0] * size
         for slot in order:
             stage, unit = divmod(slot, units)
@@ -146,10 +144,8 @@ class CutSteps:
             made[slot] = end
             target = slot + to_next
             if 0 <= target < size:
-                whole = group is None and target not in chosen
-                messages = hops[slot] if whole else self._sent(slot, target, chosen)
                 arrival = end
-                for edge, wire_s, latency_s in messages:
+                for edge, wire_s, latency_s in self._sent(slot, target, chosen):
                     gone = (sent[edge] if sent[edge] > end else end) + wire_s
                     sent[edge] = gone
                     if gone + latency_s > arrival:
@@ -158,23 +154,8 @@ class CutSteps:
             if reduces and unit == ends and stage >= num_ranks:
                 free[rank_of[stage]] += self._reduce_s[stage]
 
-    def _whole_messages(self, step: int) -> list[_Messages]:
-        """Return messages between units that are whole on both stages, `step` apart, by slot."""
-        unit_bytes: list[float] = self._costs.message_bytes.tolist()
-        found: list[_Messages] = []
-        for stage, sender in enumerate(self._rank_of):
-            there = stage + step
-            receiver = self._rank_of[there] if 0 <= there < len(self._rank_of) else sender
-            if sender == receiver:
-                found += [()] * self._units
-                continue
-            link = self._costs.links.link(sender, receiver=receiver)
-            edge = sender * self._plain.num_ranks + receiver
-            found += [((edge, x / link.bytes_per_s, link.latency_s),) for x in unit_bytes]
-        return found
-
     def _sent(self, slot: int, target: int, chosen: Mapping[int, MspGroup]) -> _Messages:
-        """Return the messages of a unit to an adjacent stage, if it is cut on one of the two."""
+        """Return the messages of a unit to an adjacent stage."""
         key = slot, target, slot in chosen, target in chosen
         if key not in self._messages:
             self._messages[key] = tuple(self._messages_of(*key))
@@ -183,7 +164,7 @@ class CutSteps:
     def _messages_of(
         self, slot: int, target: int, cut: bool, target_cut: bool
     ) -> Iterator[tuple[int, float, float]]:
-        unit_bytes = float(self._costs.message_bytes[slot % self._units])
+        unit_bytes = float(self.costs.message_bytes[slot % self._units])
         holders = self._holders(slot, cut), self._holders(target, target_cut)
         # Routes are defined for activations; gradients take the same routes in reverse.
         producer, consumer = holders if slot < target else holders[::-1]
@@ -191,21 +172,21 @@ class CutSteps:
             ends = route.sender, route.receiver
             sender, receiver = ends if slot < target else ends[::-1]
             if sender != receiver:
-                link = self._costs.links.link(sender, receiver=receiver)
+                link = self.costs.links.link(sender, receiver=receiver)
                 wire_s = unit_bytes * route.share / link.bytes_per_s
-                yield sender * self._plain.num_ranks + receiver, wire_s, link.latency_s
+                yield sender * self.plain.num_ranks + receiver, wire_s, link.latency_s
 
     def _holders(self, slot: int, cut: bool) -> list[tuple[int, int]]:
         """Return (rank, tokens) of the shards of a unit on a stage."""
         stage, unit = divmod(slot, self._units)
         if not cut:
             return [(self._rank_of[stage], self._tokens[unit])]
-        group = self._groups[slot]
+        group = self.groups[slot]
         return list(zip(group.ranks, group.lengths, strict=True))
 
     def _cuts(self, groups: Iterable[MspGroup]) -> tuple[Cut, ...]:
         """Return token counts of the shards; empty if compute does not grow with the context."""
-        if self._costs.context_slope == 0:
+        if self.costs.context_slope == 0:
             return ()
         cuts = []
         for group in groups:
@@ -216,7 +197,7 @@ class CutSteps:
 
     def _forwards(self, sequence: int, chosen: Mapping[int, MspGroup]) -> Iterator[EncodedProgram]:
         """Yield the forwards of a sequence on each rank, in order."""
-        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self._plain.num_ranks)]
+        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self.plain.num_ranks)]
         for slot in self._order(sequence, chosen):
             group = chosen.get(slot)
             ranks = group.ranks if group else (self._rank_of[slot // self._units],)
@@ -232,10 +213,10 @@ class CutSteps:
         Only the next unit of each stage can be ready, so the heap never holds more than one
         entry per stage; an entry whose ranks were taken meanwhile goes back with a later start.
         """
-        num_ranks, num_stages, units = self._plain.num_ranks, self._costs.num_stages, self._units
+        num_ranks, num_stages, units = self.plain.num_ranks, self.costs.num_stages, self._units
         rank_of, whole_s, cut_s = self._rank_of, self._whole_s[F], self._cut_s
         first = self._offsets[sequence]
-        end = first + len(self._plain.lengths[sequence])
+        end = first + len(self.plain.lengths[sequence])
         done, free = [0.0] * self._size, [0.0] * num_ranks
         next_unit, is_offered = [first] * num_stages, [False] * num_stages
         order: list[int] = []

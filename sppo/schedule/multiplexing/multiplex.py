@@ -23,9 +23,9 @@ If no run pays, the schedule is the plain program.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from sppo.schedule.actions import Placement
@@ -119,7 +119,7 @@ def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, M
         return {there[slot]: replace(group, slot=there[slot]) for slot, group in found.items()}
     groups = _possible_groups(plain, costs=costs)
     steps = CutSteps(plain, costs=costs, groups=groups, forward_only=forward_only)
-    return _Choice(plain, costs, groups, steps).shortest()
+    return _shortest(steps)
 
 
 def _possible_groups(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
@@ -144,82 +144,69 @@ def _possible_groups(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Choice among the MSP groups that a step may have.
+def _shortest(steps: CutSteps) -> dict[int, MspGroup]:
+    """Return the runs of MSP groups that pay and without which the step is longer.
 
-    Attributes:
-        plain: Schedule of the step with every unit whole.
-        costs: Costs of its actions.
-        groups: All MSP groups that the step may have, by slot.
-        steps: Programs and times of the step with some of these groups.
+    Choices compared: the best runs, in nested sets; and of all runs the units nearest to the ends,
+    the two nearest and so on, because with expensive messages only the outermost units fill a
+    bubble. Then single runs and single MSP groups are dropped if the step gets no longer, unless
+    there are too many groups to try each one.
+
+    Args:
+        steps: Steps with some of the MSP groups that the step may have.
     """
 
-    plain: Schedule
-    costs: Costs
-    groups: Mapping[int, MspGroup]
-    steps: CutSteps
+    def saved_s(run: Iterable[int]) -> float:
+        return sum(map(steps.saved_s, run))
 
-    def shortest(self) -> dict[int, MspGroup]:
-        """Return the runs of MSP groups that pay and without which the step is longer.
+    paying = [run for run in _runs(steps.groups) if saved_s(run) > _TOLERANCE]
+    ranked = _on_few_ranges(sorted(paying, key=saved_s, reverse=True), costs=steps.costs)
+    shards = sum(len(group.ranks) for run in paying for group in run.values())
+    parts = min(len(ranked), _NESTED_CHOICES if shards <= _MANY_SHARDS else 2)
+    sizes = {len(ranked) * part // parts for part in range(parts + 1)} if parts else {0}
+    choices = [_together(ranked[:size]) for size in sorted(sizes, reverse=True)]
+    # If transfers of weights and K/V are free, the paper's table is used unchanged.
+    moved = steps.costs.weight_bytes.any() or steps.costs.kv_bytes.any()
+    if shards <= _MANY_SHARDS and moved:
+        choices += _shallow(_together(ranked), plain=steps.plain)
+    timed = [(steps.step_s(choice), n) for n, choice in enumerate(choices)]
+    shortest, which = min(timed)
+    chosen = choices[which]
+    by_saving = sorted(chosen.items(), key=lambda item: (-steps.saved_s(item[0]), item[0]))
+    single = [{slot: group} for slot, group in by_saving]
+    for part in (*reversed(ranked), *reversed(single)):
+        if not part.keys() <= chosen.keys() or len(chosen) > _TRIED_ALONE:
+            continue
+        without = {s: group for s, group in chosen.items() if s not in part}
+        step_s = steps.step_s(without)
+        if step_s <= shortest + _TOLERANCE:
+            chosen, shortest = without, min(shortest, step_s)
+    return chosen
 
-        Choices compared: the best runs, in nested sets; and of all runs the units nearest to the
-        ends, the two nearest and so on, because with expensive messages only the outermost units
-        fill a bubble. Then single runs and single MSP groups are dropped if the step gets no
-        longer, unless there are too many groups to try each one.
-        """
-        paying = [run for run in _runs(self.groups) if self._saved_s(run) > _TOLERANCE]
-        ranked = self._on_few_ranges(sorted(paying, key=self._saved_s, reverse=True))
-        shards = sum(len(group.ranks) for run in paying for group in run.values())
-        parts = min(len(ranked), _NESTED_CHOICES if shards <= _MANY_SHARDS else 2)
-        sizes = {len(ranked) * part // parts for part in range(parts + 1)} if parts else {0}
-        choices = [_together(ranked[:size]) for size in sorted(sizes, reverse=True)]
-        # If transfers of weights and K/V are free, the paper's table is used unchanged.
-        moved = self.costs.weight_bytes.any() or self.costs.kv_bytes.any()
-        if shards <= _MANY_SHARDS and moved:
-            choices += self._shallow(_together(ranked))
-        timed = [(self.steps.step_s(choice), n) for n, choice in enumerate(choices)]
-        shortest, which = min(timed)
-        chosen = choices[which]
-        by_saving = sorted(chosen.items(), key=lambda item: (-self.steps.saved_s(item[0]), item[0]))
-        single = [{slot: group} for slot, group in by_saving]
-        for part in (*reversed(ranked), *reversed(single)):
-            if not part.keys() <= chosen.keys() or len(chosen) > _TRIED_ALONE:
-                continue
-            without = {s: group for s, group in chosen.items() if s not in part}
-            step_s = self.steps.step_s(without)
-            if step_s <= shortest + _TOLERANCE:
-                chosen, shortest = without, min(shortest, step_s)
-        return chosen
 
-    def _on_few_ranges(self, ranked: Iterable[_Run]) -> list[_Run]:
-        """Return the first of the ranked runs that keep every rank within `most_ranges` ranges."""
-        most, found = self.costs.links.most_ranges, []
-        ranges = [set[tuple[int, ...]]() for _ in range(self.plain.num_ranks)]
-        for run in ranked:
-            ranks = next(iter(run.values())).ranks
-            if all(len(ranges[rank] | {ranks}) <= most for rank in ranks):
-                found.append(run)
-                for rank in ranks:
-                    ranges[rank].add(ranks)
-        return found
+def _on_few_ranges(ranked: Iterable[_Run], *, costs: Costs) -> list[_Run]:
+    """Return the first of the ranked runs that keep every rank within `most_ranges` ranges."""
+    ranges: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    found = []
+    for run in ranked:
+        ranks = next(iter(run.values())).ranks
+        if all(len(ranges[rank] | {ranks}) <= costs.links.most_ranges for rank in ranks):
+            found.append(run)
+            for rank in ranks:
+                ranges[rank].add(ranks)
+    return found
 
-    def _shallow(self, groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
-        """Return the groups of each sequence's outermost units, for depths of 1, 2 and so on."""
-        depths = {}
-        offsets = self.plain.unit_offsets
-        for slot in groups:
-            unit = slot % self.costs.num_units
-            sequence = bisect_right(offsets, unit) - 1
-            index, units = unit - offsets[sequence], len(self.plain.lengths[sequence])
-            depths[slot] = min(index, units - 1 - index)
-        deepest = max(depths.values(), default=0)
-        tried = range(1, min(deepest, _DEPTHS_TRIED) + 1)
-        return [{s: group for s, group in groups.items() if depths[s] < d} for d in tried]
 
-    def _saved_s(self, run: Iterable[int]) -> float:
-        """Return the seconds that a run of MSP groups saves over the same units on one rank."""
-        return sum(map(self.steps.saved_s, run))
+def _shallow(groups: Mapping[int, MspGroup], *, plain: Schedule) -> list[dict[int, MspGroup]]:
+    """Return the groups of each sequence's outermost units, for depths of 1, 2 and so on."""
+    counts = [*map(len, plain.lengths)]
+    before = [index for count in counts for index in range(count)]
+    behind = [count - 1 - index for count in counts for index in range(count)]
+    units = {slot: slot % plain.num_units for slot in groups}
+    depths = {slot: min(before[unit], behind[unit]) for slot, unit in units.items()}
+    deepest = max(depths.values(), default=0)
+    tried = range(1, min(deepest, _DEPTHS_TRIED) + 1)
+    return [{s: group for s, group in groups.items() if depths[s] < d} for d in tried]
 
 
 def _runs(groups: Mapping[int, MspGroup]) -> list[_Run]:
