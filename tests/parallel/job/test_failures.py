@@ -184,10 +184,6 @@ def end(
     return RankEnd(rank, returncode, ended_s, stopped, note, last_lines, collective_timed_out)
 
 
-def test_all_well():
-    assert first_failure([end(0, 0, state="done"), end(1, 0, state=None)]) is None
-
-
 @pytest.mark.parametrize(
     ("ends", "blamed"),
     [
@@ -372,19 +368,6 @@ def test_the_report_of_a_killed_rank():
         "  rank 2 was running at step 3, action 7 of 40 (0F2), for 10 s",
         "  rank 3 ended well",
         "  rank 4 was ended after that before it could say anything",
-    ]
-
-
-def test_the_report_of_a_rank_with_output():
-    said = ("reading tokens", "error: no such data")
-    ends = [end(0, 0), end(1, 2, state="failed", message="no such data", last_lines=said)]
-    lines = failure_report(ends, first=ends[1], asked=["SIGTERM"]).splitlines()
-    assert lines == [
-        "error: after SIGTERM, rank 1 of 2 ended with exit code 2 at step 3, action 7 of 40 (0F2)",
-        "  its last 2 lines of output:",
-        "  | reading tokens",
-        "  | error: no such data",
-        "  rank 0 ended well",
     ]
 
 
