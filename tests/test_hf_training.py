@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.conftest import succeed
-from tests.model.hf_models import tiny_hf_model
+from tests.model.hf_models import LLAMA3, tiny_hf_model
 from tests.tiers import default_of
 
 transformers = pytest.importorskip("transformers")
@@ -39,16 +39,29 @@ class Case:
     sequences_per_step: int = 1
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 # hf_models: 24 or 26 wide with six heads of ten on two key/value heads, where a family allows it.
 CASES = {
-    "llama, tied": Case(
-        "llama", {"tie_word_embeddings": True, "attention_bias": False}, policy="recompute"
+    "llama, tied, yarn": Case(
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": False, "rope_scaling": YARN},
+        policy="recompute",
     ),
-    "qwen2": Case("qwen2", cut="even", policy="keep_attention"),
+    "llama, llama3, one key head": Case(
+        "llama", {"rope_scaling": LLAMA3, "num_key_value_heads": 1}, policy="keep_attention"
+    ),
+    "qwen2, window": Case(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        cut="even",
+        policy="keep_attention",
+    ),
     "qwen3, tied": Case("qwen3", cut="flops", policy="keep_attention", rates=WARM_UP_COSINE),
     "mistral": Case("mistral", cut="flops", sequences_per_step=2, policy="recompute"),
     "gpt2": Case("gpt2", cut="flops", rates=WARM_UP_COSINE, sequences_per_step=2),
-    "gpt2, untied": Case("gpt2", {"tie_word_embeddings": False}, policy="recompute"),
+    "gpt2, untied, exact gelu": Case(
+        "gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}, policy="recompute"
+    ),
 }
 
 
@@ -199,6 +212,8 @@ def check(case, directory):
     assert_same_weights(ours, theirs, before)
 
 
-@pytest.mark.parametrize("name", default_of(CASES, "llama, tied", "qwen3, tied", "gpt2"))
+@pytest.mark.parametrize(
+    "name", default_of(CASES, "llama, tied, yarn", "qwen2, window", "qwen3, tied", "gpt2")
+)
 def test_five_steps_are_those_of_transformers(name, tmp_path):
     check(CASES[name], tmp_path)
