@@ -95,6 +95,15 @@ def _last_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
+def _bisected(most: float, holds: Callable[[float], bool]) -> tuple[float, float]:
+    """Return neighbouring numbers from 0 to `most`: `holds` is true of the lower one alone."""
+    low, high = 0.0, most
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high
+
+
 class RankPlacer:
     """Placer of the activations of one rank, whose alike stages are placed alike.
 
@@ -249,14 +258,12 @@ class RankPlacer:
             return placement
         kept = placement.retained + placement.offloaded
         wanted = self._most_wanted(kept)
-        low, high = 0.0, self._most_rate(wanted)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            if self._fits_device(self._at_rate(kept, wanted, middle)):
-                high = middle
-            else:
-                low = middle
-        return self._at_rate(kept, wanted, high)
+
+        def is_too_little(rate: float) -> bool:
+            return not self._fits_device(self._at_rate(kept, wanted, rate))
+
+        _, least = _bisected(self._most_rate(wanted), is_too_little)
+        return self._at_rate(kept, wanted, least)
 
     def _most_wanted(self, kept: Counts) -> Table:
         """Return the most bytes of each subsequence to offload of given rows, [kinds, N]."""
@@ -272,20 +279,15 @@ class RankPlacer:
     def _most_rate(self, wanted: Table) -> float:
         """Return the highest rate at which the tier has room for the wanted bytes."""
         next_forward_s = self._inputs.next_forward_s
-        rates = wanted / next_forward_s
         # Slightly above the largest rate, so that every subsequence offloads all that is wanted.
+        most = float((wanted / next_forward_s).max()) * (1 + 1e-9)
         if self._in_tier(wanted) <= self._tier_room:
-            return float(rates.max()) * (1 + 1e-9)
-        times = (self._stages * self._inputs.sequences)[:, None]
-        order = np.argsort(rates, axis=None)
-        # At the rate of each subsequence: bytes of those of lower rates, seconds of the others.
-        whole = np.cumsum((wanted * times).ravel()[order])
-        seconds = np.cumsum((next_forward_s * times).ravel()[order])
-        taken = whole + (seconds[-1] - seconds) * rates.ravel()[order]
-        place = int(np.searchsorted(taken, self._tier_room))
-        before = whole[place - 1] if place else 0.0
-        left_s = seconds[-1] - (seconds[place - 1] if place else 0.0)
-        return float((self._tier_room - before) / left_s)
+            return most
+
+        def fits(rate: float) -> bool:
+            return self._in_tier(np.minimum(wanted, rate * next_forward_s)) <= self._tier_room
+
+        return _bisected(most, fits)[0]
 
     def _in_tier(self, offloaded: Table) -> float:
         """Return the bytes that given bytes of each subsequence, [kinds, N], take in the tier."""

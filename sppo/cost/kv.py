@@ -7,8 +7,6 @@ follows its forward.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from sppo.activations.activation_layout import (
@@ -35,18 +33,11 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
     return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
 
 
-class KVTokens(NamedTuple):
-    """Bytes per token of K and V, and of their gradients, on each stage, [stages] each."""
-
-    kv: Table
-    gradients: Table
-
-
-def kv_tokens(candidate: Candidate) -> KVTokens:
-    """Return the bytes of K and V, and of their gradients, of a token on each stage."""
+def kv_tokens(candidate: Candidate) -> tuple[Table, Table]:
+    """Return the bytes of K and V, and of their gradients, of a token on each stage, [stages]."""
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    return KVTokens(layers * kv_bytes, layers * gradient_bytes)
+    return layers * kv_bytes, layers * gradient_bytes
 
 
 def kv_offload_bytes(candidate: Candidate) -> Table:

@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 def largest_blocks(s: TensorSizes) -> Iterator[Block]:
     """Yield the largest blocks of every kind."""
-    rows, window = s.tokens * s.degree, s.model.sliding_window
+    rows, window = s.rows, s.model.sliding_window
     square = _largest_square(rows)
     yield Block("a causal square", BlockKind.CAUSAL, square, square)
     if rows > CAUSAL_TOKENS:

@@ -39,7 +39,7 @@ def attention_forward(s: TensorSizes) -> Iterator[LiveSet]:
     for block in largest_blocks(s):
         folded = _folded_rows(s, block)
         o = _row_bytes(s, block.rows, s.element_bytes)
-        lse = s.pooled(block.rows * _heads(s) * ACCUMULATION_BYTES)
+        lse = s.pooled(block.rows * s.heads * ACCUMULATION_BYTES)
         held = base + o + lse + _gathered_bytes(s, block, tensors=1) + _mask_bytes(s, block)
         scratch = flash_bytes(s, folded, block.keys, buffers=1) + flash_output_bytes(s, folded)
         yield block.name, held + scratch
@@ -57,7 +57,7 @@ def attention_backward(s: TensorSizes) -> Iterator[LiveSet]:
         for name, live in _block_backward(s, block, is_cast=s.is_half and s.casts):
             yield name, base + live
         yield f"mask of {block.name}", base + _masking_bytes(s, block)
-    rest = s.tokens * s.degree % HALF_TOKENS
+    rest = s.rows % HALF_TOKENS
     if s.is_half and not s.casts and rest:
         block = Block("a small causal square", BlockKind.CAUSAL, rest, rest)
         for name, live in _block_backward(s, block, is_cast=True):
@@ -70,11 +70,11 @@ def _merging_bytes(s: TensorSizes, block: Block) -> int:
     These are the output and its lse, three tensors of weights, and a tile of the output in fp32.
     Without a prefix, no rows of the first half of the subsequence have an earlier output.
     """
-    rows = s.tokens * s.degree
+    rows = s.rows
     later = rows if s.prefix else rows - first_half(rows) if rows > CAUSAL_TOKENS else 0
     merged = min(block.rows, later)
     o = _row_bytes(s, merged, s.element_bytes)
-    lse = s.pooled(merged * _heads(s) * ACCUMULATION_BYTES)
+    lse = s.pooled(merged * s.heads * ACCUMULATION_BYTES)
     return o + 4 * lse + _gathered_bytes(s, block, tensors=1) + cast_bytes(s, o)
 
 
@@ -123,8 +123,8 @@ def _key_sum_bytes(s: TensorSizes, block: Block, gradient_bytes: int) -> int:
     The query heads of a key head are summed in fp32 first, unless the block is a rectangle.
     """
     cast = cast_bytes(s, gradient_bytes)
-    has_sum = block.kind is not BlockKind.FULL and _group(s) > 1
-    return cast + cast // _group(s) if has_sum else cast
+    has_sum = block.kind is not BlockKind.FULL and s.group > 1
+    return cast + cast // s.group if has_sum else cast
 
 
 def _operand_bytes(s: TensorSizes, block: Block, *, is_cast: bool) -> int:
@@ -139,24 +139,24 @@ def _operand_bytes(s: TensorSizes, block: Block, *, is_cast: bool) -> int:
     rows = _gathered_bytes(s, block, tensors=1)
     rows += 3 * _row_bytes(s, block.rows, ACCUMULATION_BYTES)
     of_head = s.model.head_dim * ACCUMULATION_BYTES
-    keys = 2 * s.pooled(block.keys * _key_heads(s) * of_head)
+    keys = 2 * s.pooled(block.keys * s.key_heads * of_head)
     return rows + keys + mask + mask // s.element_bytes * ACCUMULATION_BYTES
 
 
 def _multiplies_apart(s: TensorSizes, block: Block) -> bool:
     """Return whether the kernel allocates the product of o and do, as for several heads."""
-    heads = _key_heads(s) if block.kind is BlockKind.FULL else _group(s)
+    heads = s.key_heads if block.kind is BlockKind.FULL else s.group
     return heads > 1 or _key_parts(s, block) > 1
 
 
 def _row_bytes(s: TensorSizes, rows: int, element_bytes: int) -> int:
     """Return the bytes of q, o, or the gradient of one of them, for the rows of a block."""
-    return s.pooled(rows * _heads(s) * s.model.head_dim * element_bytes)
+    return s.pooled(rows * s.heads * s.model.head_dim * element_bytes)
 
 
 def _key_gradient_bytes(s: TensorSizes, block: Block, keys: int, element_bytes: int) -> int:
     """Return the bytes of dk and dv together for some keys of a block."""
-    heads = _key_heads(s) if block.kind is BlockKind.FULL else _heads(s)
+    heads = s.key_heads if block.kind is BlockKind.FULL else s.heads
     return 2 * s.pooled(keys * heads * s.model.head_dim * element_bytes)
 
 
@@ -168,8 +168,8 @@ def _gathered_bytes(s: TensorSizes, block: Block, *, tensors: int) -> int:
         block: Block to compute; only a rectangle of some of the rows has copies.
         tensors: Number of tensors that are held while the kernel runs.
     """
-    is_part = block.kind is BlockKind.FULL and block.rows < s.tokens * s.degree
-    return tensors * _row_bytes(s, block.rows, s.element_bytes) * (is_part and _group(s) > 1)
+    is_part = block.kind is BlockKind.FULL and block.rows < s.rows
+    return tensors * _row_bytes(s, block.rows, s.element_bytes) * (is_part and s.group > 1)
 
 
 def _mask_bytes(s: TensorSizes, block: Block) -> int:
@@ -187,24 +187,9 @@ def _key_parts(s: TensorSizes, block: Block) -> int:
     """Return the number of parts of the keys of a rectangle, which gives all threads equal work."""
     if block.kind is not BlockKind.FULL:
         return 1
-    wanted = s.threads // gcd(_key_heads(s), s.threads)
+    wanted = s.threads // gcd(s.key_heads, s.threads)
     return max(1, min(wanted, block.keys // LEAST_PART_KEYS))
 
 
 def _folded_rows(s: TensorSizes, block: Block) -> int:
-    return block.rows * _group(s) if block.kind is BlockKind.FULL else block.rows
-
-
-def _heads(s: TensorSizes) -> int:
-    """Return the number of query heads of one device."""
-    return max(1, s.model.num_heads // s.degree)
-
-
-def _key_heads(s: TensorSizes) -> int:
-    """Return the number of key/value heads of one device."""
-    return max(1, s.model.kv_heads // s.degree)
-
-
-def _group(s: TensorSizes) -> int:
-    """Return the number of query heads per key/value head."""
-    return _heads(s) // _key_heads(s)
+    return block.rows * s.group if block.kind is BlockKind.FULL else block.rows

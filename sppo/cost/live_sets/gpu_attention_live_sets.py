@@ -61,14 +61,14 @@ def attention_backward(s: TensorSizes) -> Iterator[LiveSet]:
 
 def _spans_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live bytes of one flash-attn call per part of the keys, and of the sum of dq."""
-    rows = s.tokens * s.degree
+    rows = s.rows
     if s.model.sliding_window is not None:
         keys, is_cut = min(s.seen_keys, rows + s.model.sliding_window), False
     else:  # The causal part is not cut.
         keys = min(s.seen_keys, max(SPAN_KEYS, rows))
         is_cut = s.seen_keys > keys
     part = (
-        s.query_bytes + 2 * keys * s.key_row_bytes + _scratch(s, rows, keys, kv_heads=_key_heads(s))
+        s.query_bytes + 2 * keys * s.key_row_bytes + _scratch(s, rows, keys, kv_heads=s.key_heads)
     )
     yield "a part of the keys", (s.fp32_query_bytes if is_cut else 0) + part
     if is_cut:
@@ -81,7 +81,7 @@ def _blocks_backward(s: TensorSizes) -> Iterator[LiveSet]:
     Live are q, o and do by head, the sum of dq, and dq, dk and dv of a block.
     """
     base = 3 * s.query_bytes + s.fp32_query_bytes
-    rows = s.tokens * s.degree
+    rows = s.rows
     for block in largest_blocks(s):
         # Copies of some rows of q, o and do, which are put together by key head.
         is_part = block.kind is BlockKind.FULL and block.rows < rows
@@ -106,7 +106,7 @@ def _block_backward(s: TensorSizes, block: Block) -> int:
         # k and v are repeated for every query head.
         repeated = 0 if block.kind is BlockKind.FULL else 2 * keys * s.element_bytes
         results = _row_bytes(s, block) + 2 * keys * s.element_bytes
-        scratch = _scratch(s, block.rows, block.keys, kv_heads=_heads(s))
+        scratch = _scratch(s, block.rows, block.keys, kv_heads=s.heads)
         return results + repeated + scratch
     # Results in fp32, weights and gradients of a tile of scores, and a product of these with keys
     # that are repeated, or one like dk.
@@ -118,12 +118,12 @@ def _block_backward(s: TensorSizes, block: Block) -> int:
 
 def _row_bytes(s: TensorSizes, block: Block) -> int:
     """Return the bytes of q, o, or a gradient of one of them, for the rows of a block."""
-    return s.query_bytes * block.rows // (s.tokens * s.degree)
+    return s.query_bytes * block.rows // s.rows
 
 
 def _key_elements(s: TensorSizes, block: Block) -> int:
     """Return the elements of k, v, or a gradient of one of them, for the keys of a block."""
-    heads = _key_heads(s) if block.kind is BlockKind.FULL else _heads(s)
+    heads = s.key_heads if block.kind is BlockKind.FULL else s.heads
     return block.keys * heads * s.model.head_dim
 
 
@@ -135,12 +135,12 @@ def _operand_bytes(s: TensorSizes, block: Block) -> int:
 
 def _repeats(s: TensorSizes, block: Block) -> bool:
     """Return whether products copy the keys of a block for every query head of a key head."""
-    return block.kind is not BlockKind.FULL and _heads(s) > _key_heads(s) and not s.is_half
+    return block.kind is not BlockKind.FULL and s.heads > s.key_heads and not s.is_half
 
 
 def _tile_bytes(s: TensorSizes, block: Block) -> int:
     """Return the bytes of a tile of scores in fp32."""
-    return min(TILE_BYTES, _WIDE * _heads(s) * block.rows * block.keys)
+    return min(TILE_BYTES, _WIDE * s.heads * block.rows * block.keys)
 
 
 def _scratch(s: TensorSizes, rows: int, keys: int, *, kv_heads: int) -> int:
@@ -149,18 +149,8 @@ def _scratch(s: TensorSizes, rows: int, keys: int, *, kv_heads: int) -> int:
         s.backend,
         rows=rows,
         keys=keys,
-        heads=_heads(s),
+        heads=s.heads,
         kv_heads=kv_heads,
         head_size=s.model.head_dim,
         element_bytes=s.element_bytes,
     )
-
-
-def _heads(s: TensorSizes) -> int:
-    """Return the number of query heads of one device."""
-    return max(1, s.model.num_heads // s.degree)
-
-
-def _key_heads(s: TensorSizes) -> int:
-    """Return the number of key/value heads of one device."""
-    return max(1, s.model.kv_heads // s.degree)

@@ -83,15 +83,34 @@ class TensorSizes:
         return self.model.kv_heads * self.model.head_dim
 
     @property
+    def rows(self) -> int:
+        """Number of queries of each head in attention: tokens of all devices of the group."""
+        return self.tokens * self.degree
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads of one device in attention."""
+        return max(1, self.model.num_heads // self.degree)
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key/value heads of one device in attention."""
+        return max(1, self.model.kv_heads // self.degree)
+
+    @property
+    def group(self) -> int:
+        """Number of query heads per key/value head."""
+        return self.heads // self.key_heads
+
+    @property
     def seen_keys(self) -> int:
         """Number of keys that the last token of the subsequence sees."""
-        return self.prefix + self.tokens * self.degree
+        return self.prefix + self.rows
 
     @property
     def key_row_bytes(self) -> int:
         """Bytes of the gradient of k, or v, of one token in the key heads of one device."""
-        heads = max(1, self.model.kv_heads // self.degree)
-        return heads * self.model.head_dim * self.element_bytes
+        return self.key_heads * self.model.head_dim * self.element_bytes
 
     @property
     def lse_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Memory that offloading takes on the device and in the tier: slots, ring and file.
+"""Memory of saved activations on the device and in the tier: held units, slots, ring and file.
 
 The figures equal those that a run allocates. A packed block holds one layer. H2D copies fill a ring
 of slots on the device that is allocated once. On a CPU, blocks leave for the disk through slots
@@ -11,7 +11,6 @@ many as the stage with most layers needs, each as large as the rank's largest bl
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,11 +19,14 @@ from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.policy_inputs import CopySlots
 from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.cost.candidate import Candidate
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
-from sppo.cost.memory.stage_memory import StageMemory, with_activations
+from sppo.cost.memory.stage_memory import StageMemory, bytes_at_peak, of_each_rank
+from sppo.cost.memory.unit_messages import sent_bytes
+from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import kinds_of_stages
+from sppo.cost.stage_cost import kinds_of_stages, placed_bytes
 from sppo.cost.values_of_ranks import most_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 
@@ -128,54 +130,61 @@ def with_placement(
         placement: Placement by the activation policy.
         units: Units in flight of the candidate.
     """
-    held = with_activations(states, candidate=candidate, placement=placement, units=units)
+    activations = units.held(
+        placed_bytes(placement, "retained", candidate=candidate),
+        deferred=weight_operand_bytes(candidate),
+    )
+    if candidate.keeps_a_stack:
+        activations[:] = activations.max(axis=1, keepdims=True)
+    computing, sent = computing_bytes(candidate, placement), units.running(sent_bytes(candidate))
+    at_peak = bytes_at_peak(
+        units, activations=activations, computing=units.running(computing), sent=sent
+    )
+    nothing = np.zeros(1)
+    without = bytes_at_peak(units, activations=nothing, computing=nothing, sent=sent)
+    before = np.array([state.device.communication_bytes for state in states])
     firsts, kinds = kinds_of_stages(candidate, placement)
     rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
-    slots, staging, blocks, joined, tier = np.array(rooms, dtype=np.int64)[kinds].T
-    slots, staging, blocks, joined = (
-        most_of_ranks(candidate, table) for table in (slots, staging, blocks, joined)
-    )
+    *of_slots, tier = np.array(rooms, dtype=np.int64)[kinds].T
+    slots, staging, blocks, joined = (most_of_ranks(candidate, table) for table in of_slots)
     blocks = np.maximum(blocks, largest_kv_block(candidate))
     leaving = _sources_waiting(candidate) * (blocks + largest_kv_block(candidate))
-    # Extents in the tier are assigned to whole sequences, stage after stage.
-    tier = of_ranks(candidate, (tier + kv_tier_bytes(candidate)) * units.sequences)
-    tables = (slots * blocks, leaving + joined, tier, staging * blocks)
-    figures = zip(*(table.astype(np.int64).tolist() for table in tables), strict=True)
+    buckets = {
+        **at_peak,
+        "communication_bytes": before
+        - without["communication_bytes"]
+        + at_peak["communication_bytes"],
+        "copies_bytes": slots * blocks,
+        "working_bytes": at_peak["working_bytes"] + leaving + joined,
+    }
+    behind = {
+        # Extents in the tier are assigned to whole sequences, stage after stage.
+        "tier_activations_bytes": of_ranks(
+            candidate, (tier + kv_tier_bytes(candidate)) * units.sequences
+        ),
+        "staging_bytes": staging * blocks,
+    }
+    found = zip(states, of_each_rank(buckets), of_each_rank(behind), strict=True)
     return tuple(
-        replace(
-            memory,
-            device=replace(
-                memory.device,
-                copies_bytes=copies,
-                working_bytes=memory.device.working_bytes + working,
-            ),
-            tier_activations_bytes=in_tier,
-            staging_bytes=in_host,
-        )
-        for memory, (copies, working, in_tier, in_host) in zip(held, figures, strict=True)
+        replace(state, device=replace(state.device, **on_device), **in_tiers)
+        for state, on_device, in_tiers in found
     )
 
 
-class _StageRoom(NamedTuple):
-    """Slots and bytes that offloading takes for one stage."""
+def _stage_room(
+    candidate: Candidate, placement: ActivationPlacement, *, stage: int
+) -> tuple[int, int, int, int, int]:
+    """Return the slots and bytes that offloading takes for one stage.
 
-    slots: int
-    """Number of blocks for which device memory is allocated all the time."""
-    staging_slots: int
-    """Number of blocks of host memory through which copies to and from a disk pass."""
-    block_bytes: int
-    """Bytes of the largest block."""
-    joined_bytes: int
-    """Bytes of tensors that backward joins from parts; 0 on a GPU."""
-    tier_bytes: int
-    """Bytes of the offloaded blocks of the largest sequence in the tier."""
-
-
-def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> _StageRoom:
+    Returns:
+        Number of blocks for which device memory is allocated all the time, and of those of host
+        memory; bytes of the largest block, of tensors that backward joins from parts (0 on a GPU,
+        whose working sets include them), and of the largest sequence in the tier.
+    """
     layout = block_layout(candidate, stage=stage)
     blocks = stage_blocks(placement, layout, stage=stage)
     on_gpu = candidate.workload.hardware.device.kind == "cuda"
-    return _StageRoom(
+    return (
         reserved_slots(candidate, layout),
         staging_slots(candidate, layout),
         int(blocks.max()),

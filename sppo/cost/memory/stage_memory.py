@@ -7,21 +7,21 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import attrgetter, itemgetter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.communicators import communicators_bytes
-from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
-from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
@@ -31,7 +31,6 @@ from sppo.cost.sharding.stage_parameters import (
     updated_parameters,
 )
 from sppo.cost.sharding.weight_parts import outer_by_copies, rank_parts
-from sppo.cost.stage_cost import placed_bytes
 from sppo.cost.values_of_ranks import most_held_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
@@ -130,7 +129,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         of_ranks(candidate, of_stages(candidate))
         for of_stages in (device_parameters, updated_parameters)
     )
-    at_peak = _at_peak(
+    at_peak = bytes_at_peak(
         units,
         activations=np.zeros(1),
         computing=np.zeros(1),
@@ -171,11 +170,11 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     }
     return tuple(
         StageMemory(MemoryBuckets(**own), **behind)
-        for own, behind in zip(_of_each(buckets), _of_each(in_tiers), strict=True)
+        for own, behind in zip(of_each_rank(buckets), of_each_rank(in_tiers), strict=True)
     )
 
 
-def _of_each(tables: Mapping[str, Counts | Table]) -> Iterator[dict[str, int]]:
+def of_each_rank(tables: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, int]]:
     """Yield the values of each rank by name, from tables of all ranks, [ranks] each."""
     for own in zip(*(table.astype(np.int64).tolist() for table in tables.values()), strict=True):
         yield dict(zip(tables, own, strict=True))
@@ -260,40 +259,7 @@ def _tied_elements(candidate: Candidate) -> tuple[float, float]:
     return sum(by_copies.values()), own
 
 
-def with_activations(
-    states: tuple[StageMemory, ...],
-    *,
-    candidate: Candidate,
-    placement: ActivationPlacement,
-    units: UnitsInFlight,
-) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank with activations that a placement retains and recomputes.
-
-    Slots and the tier are not included: see :func:`sppo.cost.memory.copy_room.with_placement`.
-    """
-    computing = units.running(computing_bytes(candidate, placement))
-    sent = units.running(sent_bytes(candidate))
-    activations = units.held(
-        placed_bytes(placement, "retained", candidate=candidate),
-        deferred=weight_operand_bytes(candidate),
-    )
-    if candidate.keeps_a_stack:
-        activations[:] = activations.max(axis=1, keepdims=True)
-    at_peak = _at_peak(units, activations=activations, computing=computing, sent=sent)
-    without = _at_peak(units, activations=np.zeros(1), computing=np.zeros(1), sent=sent)
-    before = np.array([state.device.communication_bytes for state in states])
-    collectives = before - without["communication_bytes"]
-    buckets = {
-        **at_peak,
-        "communication_bytes": collectives + at_peak["communication_bytes"],
-    }
-    return tuple(
-        replace(state, device=replace(state.device, **own))
-        for state, own in zip(states, _of_each(buckets), strict=True)
-    )
-
-
-def _at_peak(
+def bytes_at_peak(
     units: UnitsInFlight, *, activations: Table, computing: Table, sent: Table
 ) -> dict[str, Counts]:
     """Return the bytes of each rank by bucket when it holds most, [ranks] each.

@@ -86,23 +86,17 @@ def _waiting_tokens(candidate: Candidate) -> Table:
     Nothing waits before the first stage or after the last. If sequences are cut alike, the sequence
     of a group with the most waiting tokens counts; packed sequences count one by one.
     """
-    lengths, of_sequences = (
-        np.array(candidate.lengths, dtype=np.float64),
-        candidate.sequence_lengths,
-    )
-    groups = sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree)
+    of_sequences = candidate.sequence_lengths
+    lengths = np.array([length for own in of_sequences for length in own], dtype=np.float64)
+    ends = np.cumsum([len(own) for own in of_sequences])
+    tokens = np.zeros((candidate.virtual_stages, len(lengths)))
+    for group in sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree):
+        own = slice(int(ends[group.start - 1]) if group.start else 0, int(ends[group.stop - 1]))
+        up_to = np.cumsum(lengths[own])
+        tokens[:, own] = up_to[-1] - lengths[own]
+        tokens[0, own] = up_to - lengths[own]
+        tokens[-1, own] = up_to[-1] - up_to
     if candidate.packed:
-        ends = np.cumsum([len(of_sequence) for of_sequence in of_sequences])
-        tokens = np.zeros((candidate.virtual_stages, len(lengths)))
-        for group in groups:
-            own = slice(int(ends[group.start - 1]) if group.start else 0, int(ends[group.stop - 1]))
-            up_to = np.cumsum(lengths[own])
-            tokens[:, own] = up_to[-1] - lengths[own]
-            tokens[0, own] = up_to - lengths[own]
-            tokens[-1, own] = up_to[-1] - up_to
         return tokens
-    others = (len(groups[0]) - 1) * lengths.sum()
-    in_front, behind = np.cumsum(lengths) - lengths, np.cumsum(lengths[::-1])[::-1] - lengths
-    tokens = np.tile(in_front + behind + others, (candidate.virtual_stages, 1))
-    tokens[0], tokens[-1] = in_front + others, behind + others
-    return tokens
+    most: Table = tokens.reshape(len(tokens), len(of_sequences), -1).max(axis=1)
+    return most

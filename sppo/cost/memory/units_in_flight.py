@@ -70,7 +70,7 @@ class UnitsInFlight:
         backward there, except between forward and backward where they are offloaded or recomputed.
         """
         candidate, spans = self.candidate, self._walk.spans
-        held = self._sequence_bytes(kv_tokens(candidate).kv)
+        held = self._sequence_bytes(kv_tokens(candidate)[0])
         placed = np.array(candidate.kv_of_stages)[spans.stages]
         stays, returns = placed == "retained", placed != "retained"
         back = np.where(placed == "offloaded", spans.return_begin, spans.first_backward)
@@ -86,7 +86,7 @@ class UnitsInFlight:
 
         They are held on a stage from the first backward of a sequence there to its last.
         """
-        spans, held = self._walk.spans, self._sequence_bytes(kv_tokens(self.candidate).gradients)
+        spans, held = self._walk.spans, self._sequence_bytes(kv_tokens(self.candidate)[1])
         return self._walk.during((spans.first_backward, spans.last_backward, held))
 
     def peak(self, saved: Table, *, deferred: Table | None = None) -> Table:

@@ -118,11 +118,11 @@ def _bytes_of_ranks(
         held: Bytes of a unit from its forward to the end of its backward, [stages, units].
     """
     count, places = len(backwards), np.arange(len(backwards))
-    spans, kv = candidate.distinct_sequences, kv_tokens(candidate)
+    spans, of_tokens = candidate.distinct_sequences, kv_tokens(candidate)
     firsts, ends = (np.array([getattr(own, name) for own in spans]) for name in ("start", "stop"))
     tokens = np.array([sequence.tokens for sequence in candidate.packed], dtype=np.float64)
     for rank in range(candidate.pipeline_parallel_degree):
-        keys, of_keys = kv.kv[rank] * tokens, kv.gradients[rank] * tokens
+        keys, of_keys = (of_stages[rank] * tokens for of_stages in of_tokens)
         allocated, released = np.zeros((2, count + 1))
         allocated[1:], released[1:] = held[rank], held[rank][backwards]
         allocated[firsts + 1] += keys

@@ -146,7 +146,7 @@ def test_units_in_flight_are_those_of_the_program(candidate, seed):
         sequences_in_flight(a for a in schedule.programs[stage % ranks] if a.stage == stage)
         for stage in range(stages)
     ]
-    token_bytes = kv_tokens(candidate).kv
+    token_bytes, _ = kv_tokens(candidate)
     kv = [walked_kv(program, token_bytes, candidate) for program in schedule.programs]
     assert units.kv.max(axis=1) == pytest.approx(kv)
 

@@ -53,7 +53,7 @@ def _bytes_at_actions(candidate, program, held, running):
     """What one rank holds while each of its forwards, backwards and weight halves runs."""
     firsts = [own.start for own in candidate.distinct_sequences]
     tokens = [sequence.tokens for sequence in candidate.packed]
-    kv, operands = kv_tokens(candidate), weight_operand_bytes(candidate)
+    (kv_bytes, gradient_bytes), operands = kv_tokens(candidate), weight_operand_bytes(candidate)
     actions = [action for action in program if action.kind in _COMPUTE or _returns_kv(action)]
     deferred = {_key(action) for action in actions if action.kind is ActionKind.W}
     left, forwards = defaultdict(int), defaultdict(int)
@@ -64,16 +64,16 @@ def _bytes_at_actions(candidate, program, held, running):
     for action in actions:
         owner = action.stage, action.sequence
         if _returns_kv(action):
-            keys[owner] = kv.kv[action.stage] * tokens[action.sequence]
+            keys[owner] = kv_bytes[action.stage] * tokens[action.sequence]
             continue
         unit = action.stage, firsts[action.sequence] + action.subsequence
         beside = 0.0
         if action.kind is ActionKind.F:
             units[unit] = held[unit]
-            keys[owner] = kv.kv[action.stage] * tokens[action.sequence]
+            keys[owner] = kv_bytes[action.stage] * tokens[action.sequence]
             beside = running.forward[unit]
         elif action.kind is ActionKind.B:
-            gradients[owner] = kv.gradients[action.stage] * tokens[action.sequence]
+            gradients[owner] = gradient_bytes[action.stage] * tokens[action.sequence]
             beside = running.backward[unit]
         yield sum(map(_total, (units, waiting, keys, gradients))) + beside
         left[owner] -= action.kind is ActionKind.B
