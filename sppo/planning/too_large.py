@@ -32,7 +32,9 @@ def too_large(run: RunConfig, evaluated: EvaluatedCandidate, *, available_bytes:
     assert shortfall is not None, "only called where something is short"
     if shortfall.place != "device":
         candidate, held = evaluated.candidate, evaluated.memory[shortfall.rank]
-        return tier_too_small(
+        lacks = evaluated.device_peak_bytes - candidate.budget_bytes
+        also = f"; device memory is short, too, by {format_bytes(lacks)}" if lacks > 0 else ""
+        text = tier_too_small(
             run,
             candidate,
             evaluated.placement,
@@ -42,6 +44,7 @@ def too_large(run: RunConfig, evaluated: EvaluatedCandidate, *, available_bytes:
             ),
             room_bytes=shortfall.available_bytes,
         )
+        return text + also
     needed = format_bytes(shortfall.needed_bytes)
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
@@ -118,7 +121,8 @@ def tier_too_small(
             fixes.append(f"activations.offload_ratio={ratio:.2f} would fit")
     parts = ", ".join(f"{what} {format_bytes(size)}{more}" for size, what, more in stored if size)
     where = "host memory" if place == "host" else f"activations.disk={run.activations.disk}"
-    if getattr(run.activations, f"{place}_memory") != "auto":
+    limit = getattr(run.activations, f"{place}_memory")
+    if limit != "auto" and limit // candidate.workload.hardware.node.num_devices <= room_bytes:
         enlarge = f"raise activations.{place}_memory"
     elif place == "host":
         enlarge = "end other programs of this machine"

@@ -254,7 +254,7 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
     machine = hardware if hardware == "auto" else hardware.file or hardware.preset
     yield from problems_of_check("hardware", machine, lambda: hardware_for(hardware))
     yield from problems_of_check("data.tokens", data.tokens, lambda: open_data(run, data.tokens))
-    if data.eval_tokens is not None:
+    if data.eval_tokens not in (None, data.tokens):
         yield from problems_of_check(
             "data.eval_tokens", data.eval_tokens, lambda: open_evaluated(run)
         )
