@@ -9,8 +9,9 @@ replicas must fit in every drawn step. The search is deterministic: same request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
@@ -145,8 +146,23 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
             refused.append(found)
         else:
             fitting.append(found)
-    leaders = _planned(sorted(fitting, key=_closed_first), steps=steps, refused=refused)
-    best, others = _recommended(leaders, steps=steps, refused=refused)
+    planned: list[PlannedDegrees] = []
+    for way in sorted(fitting, key=lambda way: _order(way.closed_s, way)):
+        fastest = min((one.seconds for one in planned), default=inf)
+        if len(planned) == _MOST_PLANNED or (len(planned) >= _PLANNED and way.closed_s >= fastest):
+            break
+        try:
+            planned.append(_with_plans(way, steps))
+        except MemoryError as error:
+            refused.append(Rejection(way.degrees, str(error), steps=True))
+    others = sorted(planned, key=lambda way: _order(way.seconds, way))
+    best = None
+    while others and best is None:
+        way = others.pop(0)
+        try:
+            best = _fully_planned(way, steps)
+        except MemoryError as error:
+            refused.append(Rejection(way.degrees, str(error), steps=True))
     return CorpusSolution(
         run,
         hardware,
@@ -155,7 +171,7 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
         tuple(others[:RUNNERS_UP]),
         tuple(sorted(refused, key=_nearest_first)),
         num_divisions=len(possible) + len(refusals),
-        num_planned=len(leaders),
+        num_planned=len(planned),
     )
 
 
@@ -208,21 +224,15 @@ def _of_degrees(
     except ValueError as error:
         return Rejection(degrees, str(error))
     found = evaluate_in_nearest_tiers(longest, hardware=hardware)
-    if found.shortfall is None:
-        return _with_closed_form(own, found, steps=steps)
-    return replace(rejection_of(found), reason=_longest_lacks(longest, found, found.shortfall))
-
-
-def _with_closed_form(
-    run: RunConfig, longest: EvaluatedCandidate, *, steps: DrawnSteps
-) -> PlannedDegrees:
-    planner = _quick_planner(run, longest)
+    if found.shortfall is not None:
+        return replace(rejection_of(found), reason=_longest_lacks(longest, found, found.shortfall))
+    planner = _quick_planner(own, found)
     seconds = sum(
         planner.least_s([lengths[index] for index in heaviest_replica(planner, lengths)])
         for lengths in steps.lengths
     )
-    closed_s = seconds + len(steps.lengths) * longest.time.update_s
-    return PlannedDegrees(run, longest, planner, closed_s)
+    closed_s = seconds + len(steps.lengths) * found.time.update_s
+    return PlannedDegrees(own, found, planner, closed_s)
 
 
 def _quick_planner(run: RunConfig, longest: EvaluatedCandidate) -> StepPlanner:
@@ -234,34 +244,25 @@ def _quick_planner(run: RunConfig, longest: EvaluatedCandidate) -> StepPlanner:
     return replace(planner, quick=True, levels=False)
 
 
-def _planned(
-    fitting: Sequence[PlannedDegrees], *, steps: DrawnSteps, refused: list[Rejection]
-) -> list[PlannedDegrees]:
-    """Plan the drawn steps of the first few divisions; return these, fastest first.
+def _with_plans(way: PlannedDegrees, steps: DrawnSteps) -> PlannedDegrees:
+    """Return a division with the fastest plans of the drawn steps by the quick search.
 
-    Divisions whose steps do not fit are appended to `refused`.
+    Raises:
+        MemoryError: A step does not fit.
     """
     found: list[PlannedDegrees] = []
-    for way in fitting:
-        fastest = min((one.seconds for one in found), default=float("inf"))
-        enough = len(found) >= _PLANNED and way.closed_s >= fastest
-        if enough or len(found) == _MOST_PLANNED:
-            break
-        planned: list[PlannedDegrees] = []
-        for longest in _numbers_of_stages(way):
-            executed = as_executed(longest)
-            planner = _quick_planner(way.run, executed)
-            try:
-                plans = _heaviest_plans(planner, steps)
-            except MemoryError as error:
-                problem = Rejection(way.degrees, str(error), steps=True)
-                continue
-            planned.append(replace(way, longest=executed, planner=planner, plans=plans))
-        if planned:
-            found.append(min(planned, key=_fastest_first))
-        else:
-            refused.append(problem)
-    return sorted(found, key=_fastest_first)
+    for longest in _numbers_of_stages(way):
+        executed = as_executed(longest)
+        planner = _quick_planner(way.run, executed)
+        try:
+            plans = _heaviest_plans(planner, steps)
+        except MemoryError as error:
+            problem = error
+            continue
+        found.append(replace(way, longest=executed, planner=planner, plans=plans))
+    if not found:
+        raise problem
+    return min(found, key=lambda one: one.seconds)
 
 
 def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
@@ -280,30 +281,17 @@ def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
         yield found
 
 
-def _recommended(
-    leaders: Iterable[PlannedDegrees], *, steps: DrawnSteps, refused: list[Rejection]
-) -> tuple[PlannedDegrees | None, list[PlannedDegrees]]:
-    """Return the first division whose replicas fit in every step, and the divisions after it.
+def _fully_planned(way: PlannedDegrees, steps: DrawnSteps) -> PlannedDegrees:
+    """Return a division with plans of the drawn steps by the full search, where that is faster.
 
-    The drawn steps of the first are planned again with the full search. Divisions that do not fit
-    are appended to `refused`.
+    Raises:
+        MemoryError: A replica does not fit in a step.
     """
-    best, others = None, []
-    for way in leaders:
-        if best is not None:
-            others.append(way)
-            continue
-        try:
-            for lengths in _all_replicas(way.planner, steps):
-                way.planner.plan(lengths)
-        except MemoryError as error:
-            refused.append(Rejection(way.degrees, str(error), steps=True))
-            continue
-        searching = replace(way.planner, quick=False, levels=True)
-        plans = zip(way.plans, _heaviest_plans(searching, steps), strict=True)
-        fastest = tuple(min(pair, key=lambda plan: plan.step_s) for pair in plans)
-        best = replace(way, plans=fastest)
-    return best, others
+    for lengths in _all_replicas(way.planner, steps):
+        way.planner.plan(lengths)
+    searching = replace(way.planner, quick=False, levels=True)
+    plans = zip(way.plans, _heaviest_plans(searching, steps), strict=True)
+    return replace(way, plans=tuple(min(pair, key=lambda plan: plan.step_s) for pair in plans))
 
 
 def _all_replicas(planner: StepPlanner, steps: DrawnSteps) -> Iterator[list[int]]:
@@ -341,14 +329,9 @@ def _longest_lacks(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Sho
     )
 
 
-def _closed_first(way: PlannedDegrees) -> tuple[float, int, int]:
+def _order(seconds: float, way: PlannedDegrees) -> tuple[float, int, int]:
     degrees = way.degrees
-    return way.closed_s, degrees.pipeline_parallel, degrees.sequence_parallel
-
-
-def _fastest_first(way: PlannedDegrees) -> tuple[float, int, int]:
-    degrees = way.degrees
-    return way.seconds, degrees.pipeline_parallel, degrees.sequence_parallel
+    return seconds, degrees.pipeline_parallel, degrees.sequence_parallel
 
 
 def _nearest_first(refused: Rejection) -> tuple[bool, bool, int]:
