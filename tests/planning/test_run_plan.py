@@ -110,14 +110,6 @@ def test_less_memory_is_never_faster(num_subsequences):
     assert seconds[0] > seconds[-1]
 
 
-def test_nothing_is_ever_moved():
-    """Nothing but whole classes that are kept or recomputed: what one device alone can do."""
-    for available in (PLENTY, int(peak_bytes("recompute") / USABLE_FRACTION) + 5):
-        for part in plan(available_bytes=available).stages[0].subsequences:
-            assert part.offloaded == (0, 0, 0)
-            assert all(min(rows) == 0 for rows in zip(part.retained, part.recomputed, strict=True))
-
-
 def test_nothing_that_fits_is_said_with_numbers():
     least = int(peak_bytes("recompute") / USABLE_FRACTION)
     assert plan(available_bytes=least + 5).predicted.device_peak_bytes <= least
@@ -165,25 +157,6 @@ def test_a_policy_that_was_asked_for_is_taken_or_refused(policy):
     )
     with pytest.raises(MemoryError, match=f"policy={policy} needs .* are available; write .*auto"):
         plan(run_config(policy=policy), available_bytes=needed - 1)
-
-
-def test_fp32_is_predicted_as_fp32():
-    narrow, wide = (
-        plan(run_config(dtype=dtype, policy="retain")).stages[0].memory.device
-        for dtype in ("bf16", "fp32")
-    )
-    assert wide.weights_bytes == 2 * narrow.weights_bytes
-    assert wide.kv_bytes == 2 * narrow.kv_bytes
-    assert wide.gradients_bytes == narrow.gradients_bytes
-    assert wide.optimizer_bytes * 12 == narrow.optimizer_bytes * 8
-
-
-def test_explicit_boundaries_are_kept():
-    cuts = (0, 1, 9000, 16384)
-    made = plan(run_config(boundaries=list(cuts)))
-    assert made.boundaries == cuts
-    equal = plan(run_config(boundaries=[0, 8192, 16384]))
-    assert made.stages[0].memory.device.working_bytes > equal.stages[0].memory.device.working_bytes
 
 
 def cuts_of(run, *, hardware=LAPTOP):
