@@ -108,10 +108,7 @@ def lower(schedule: Schedule, *, costs: Costs) -> Schedule:
         ScheduleError: The schedule breaks a rule.
         DeadlockError: The messages of the schedule would wait for each other.
     """
-    # Messages are placed by simulated time, which does not exist for compute in a cycle.
-    validate(schedule)
-    copied = _with_copies(schedule, costs=costs)
-    return with_messages(copied, costs=costs)
+    return with_messages(_with_copies(schedule, costs=costs), costs=costs)
 
 
 def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:

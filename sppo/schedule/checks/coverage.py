@@ -52,7 +52,7 @@ def _compared(schedule: Schedule, *, needed: Ints) -> Iterator[Violation]:
             [5, actions].
     """
     actions = schedule.actions
-    units = np.flatnonzero((actions.codes >= 0) & (actions.codes < REDUCE))
+    units = np.flatnonzero((actions.codes >= 0) & (actions.codes <= REDUCE))
     columns = (actions.codes, actions.slots, actions.shards, actions.widths, actions.ranks)
     there = np.stack([column[units] for column in columns])
     both = np.concatenate([there, needed], axis=1)
@@ -76,6 +76,8 @@ def _rules(code: int) -> tuple[str, str, str]:
     """Return the rule of completeness of a kind of action, that of its place, and its breach."""
     if code in _MESSAGES:
         return "message coverage", "message coverage", "carries nothing that crosses ranks here"
+    if code == REDUCE:
+        return "reduction", "reduction", "runs on a rank that does not hold its stage"
     misplaced = "is on a rank without the F of the same unit and shard"
     if code == F:
         misplaced = "is on a rank that does not hold its stage"
@@ -83,9 +85,10 @@ def _rules(code: int) -> tuple[str, str, str]:
 
 
 def _needed(schedule: Schedule) -> Ints:
-    """Return the actions of units that a step needs, as rows of :func:`_compared`.
+    """Return the actions of a step that it needs, as rows of :func:`_compared`.
 
     A copy needs its counterpart, and K and V of a sequence leave a stage for all units or none.
+    Copies of weights and gradients, of which a step may need several, are left out.
     """
     actions, holders = schedule.actions, _holders(schedule)
 
@@ -119,6 +122,9 @@ def _needed(schedule: Schedule) -> Ints:
             ):
                 codes = np.full_like(slots, code)
                 parts.append(np.stack([codes, slots, messages.numbers, messages.counts, ranks]))
+    reduced = np.unique(actions.slots[actions.of(REDUCE)])
+    rank, zeros = reduced % schedule.num_ranks, np.zeros_like(reduced)
+    parts.append(np.stack([zeros + REDUCE, reduced, zeros, zeros + 1, rank]))
     return np.concatenate(parts, axis=1)
 
 

@@ -111,7 +111,9 @@ def _order_problems(schedule: Schedule) -> list[Violation]:
     last, sequences = backward[behind[backward] == 0], units - before
     late = actions.first_after(last, actions.of(H2D_KV, KV), of=sequences)
     found += _too_early(actions, "copy order", last, *late)
-    found += _reduction_problems(actions, num_ranks=schedule.num_ranks)
+    reductions, of_stages = actions.of(REDUCE), actions.stages * schedule.num_ranks + actions.ranks
+    late = actions.first_after(reductions, actions.of(B, W), of=of_stages)
+    found += _too_early(actions, "reduction", reductions, *late)
     found += _weight_problems(actions)
     found += _gradient_problems(actions, last_stage=schedule.num_stages - 1)
     return found or _message_problems(schedule)
@@ -139,30 +141,6 @@ def _too_early(
             early[is_behind][:_SHOWN].tolist(), needed[is_behind][:_SHOWN].tolist(), strict=True
         )
     ]
-
-
-def _reduction_problems(actions: StepActions, *, num_ranks: int) -> list[Violation]:
-    """Check that REDUCE occurs once per stage, after the stage's last B and W."""
-    stages = actions.stages * num_ranks + actions.ranks
-    reductions = actions.of(REDUCE)
-    computed = np.isin(stages[reductions], stages[actions.compute])
-    computed |= actions.stages[reductions] % num_ranks == actions.ranks[reductions]
-    _, is_again = actions.last_before(reductions, reductions, of=stages)
-    late, is_late = actions.first_after(reductions, actions.of(B, W), of=stages)
-    found = []
-    for place in np.flatnonzero(is_again | ~computed | is_late).tolist():
-        reduction = int(reductions[place])
-        name, (rank, index) = actions.name(reduction), actions.place(reduction)
-        if is_again[place]:
-            text = f"{name} is there twice"
-        elif not computed[place]:
-            stage = actions.stages[reduction]
-            text = f"{name} runs on rank {rank}, which has no gradients of stage {stage}"
-        else:
-            other = actions.name(int(late[place]))
-            text = f"{name} stands before {other}, whose gradients it would miss"
-        found.append(Violation("reduction", text, rank, index))
-    return found
 
 
 def _weight_problems(actions: StepActions) -> list[Violation]:
