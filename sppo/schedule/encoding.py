@@ -72,11 +72,6 @@ class EncodedProgram:
         """Columns in the order of the fields."""
         return self.codes, self.slots, self.shards, self.num_shards
 
-    @property
-    def is_cut(self) -> bool:
-        """True if the rank runs any shard of a unit, or sends a unit in several messages."""
-        return bool((self.num_shards > 1).any())
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EncodedProgram):
             return NotImplemented

@@ -49,11 +49,6 @@ class StepActions:
         """Compute actions, in order."""
         self._places: dict[int, Ints] = {}
 
-    @property
-    def is_cut(self) -> bool:
-        """True if a unit runs in shards, or is sent in several messages."""
-        return self.most_shards > 1
-
     def of(self, *codes: int) -> Ints:
         """Return the actions of some kinds, in order."""
         return np.flatnonzero(np.logical_or.reduce([self.codes == code for code in codes]))

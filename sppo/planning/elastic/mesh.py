@@ -64,12 +64,11 @@ def mesh_of_slices(
         cuts = boundaries_by_length(longest, num_subsequences=slices, alignment=alignment)
         most = max(end - begin for begin, end in pairwise(cuts))
         return SliceMesh(cuts[1:], most, _seconds(cost, 0, most) if balanced else None)
-    table = _slice_seconds(cost, longest)
     low, high = 0.0, _seconds(cost, 0, longest)
     ends = [longest]
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = table.ends(longest, slice_s=middle, alignment=alignment, most=slices)
+        found = _ends(cost, longest, slice_s=middle, alignment=alignment, most=slices)
         if found is None:
             low = middle
         else:
@@ -95,71 +94,53 @@ def mesh_of_first_slice(
         alignment: Multiple of tokens at which to cut after the first slice.
     """
     slice_s = _seconds(cost, 0, first)
-    later = _slice_seconds(cost, longest).ends(
-        longest, slice_s=slice_s, alignment=alignment, begin=first, least=least
-    )
+    later = _ends(cost, longest, slice_s=slice_s, alignment=alignment, begin=first, least=least)
     assert later is not None, "any number of slices will do"
     return SliceMesh((min(first, longest), *later), room, slice_s)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SliceSeconds:
-    """Lookup table of the seconds of slices by first position and number of tokens.
+def _ends(
+    cost: SampleCost,
+    longest: int,
+    *,
+    slice_s: float,
+    alignment: int,
+    begin: int = 0,
+    least: int = 1,
+    most: int | None = None,
+) -> list[int] | None:
+    """Cut a sample from `begin` to `longest` into slices that take at most `slice_s` each.
 
-    Attributes:
-        begins: First positions of slices, ascending from 0.
-        tokens: Numbers of tokens of slices, ascending.
-        seconds: Seconds of each slice, ascending with tokens, [begins, tokens].
+    A slice has at least `least` and at least `alignment` tokens, even if it takes longer.
+
+    Returns:
+        The end of each slice; None if there would be more than `most` slices.
     """
-
-    begins: tuple[float, ...]
-    tokens: Floats
-    seconds: Floats
-
-    def ends(
-        self,
-        longest: int,
-        *,
-        slice_s: float,
-        alignment: int,
-        begin: int = 0,
-        least: int = 1,
-        most: int | None = None,
-    ) -> list[int] | None:
-        """Cut a sample from `begin` to `longest` into slices that take at most `slice_s` each.
-
-        A slice has at least `least` and at least `alignment` tokens, even if it takes longer.
-
-        Returns:
-            The end of each slice; None if there would be more than `most` slices.
-        """
-        found: list[int] = []
-        at = begin
-        while at < longest:
-            if len(found) == most:
-                return None
-            tokens = int(np.interp(slice_s, self._of(at), self.tokens))
-            at = min(longest, at + max(tokens // alignment * alignment, least, alignment))
-            found.append(at)
-        return found
-
-    def _of(self, begin: int) -> Floats:
-        """Return the seconds of slices that begin at a position, [tokens]; interpolated."""
-        place = min(bisect_right(self.begins, begin), len(self.begins) - 1)
-        low, high = self.begins[place - 1], self.begins[place]
-        share = min(1.0, (begin - low) / (high - low))
-        row: Floats = (1 - share) * self.seconds[place - 1] + share * self.seconds[place]
-        return row
+    begins, sizes, seconds = _slice_seconds(cost, longest)
+    found: list[int] = []
+    at = begin
+    while at < longest:
+        if len(found) == most:
+            return None
+        place = min(bisect_right(begins, at), len(begins) - 1)
+        low, high = begins[place - 1], begins[place]
+        share = min(1.0, (at - low) / (high - low))
+        from_here = (1 - share) * seconds[place - 1] + share * seconds[place]
+        tokens = int(np.interp(slice_s, from_here, sizes))
+        at = min(longest, at + max(tokens // alignment * alignment, least, alignment))
+        found.append(at)
+    return found
 
 
 @lru_cache(maxsize=16)
-def _slice_seconds(cost: SampleCost, longest: int) -> _SliceSeconds:
+def _slice_seconds(cost: SampleCost, longest: int) -> tuple[list[float], Floats, Floats]:
+    """Return first positions and tokens of slices, and their seconds, [positions, tokens]."""
     begins = np.concatenate([[0.0], _by_doublings(_LEAST_BEGIN, longest, _BEGINS_PER_DOUBLING)])
     tokens = _by_doublings(1, longest, _SIZES_PER_DOUBLING)
     grid = np.repeat(begins, len(tokens)), np.tile(tokens, len(begins))
     seconds = cost.without_attention_s(grid[1]) + cost.attention_s(grid[0], grid[0] + grid[1])
     by_begin = np.maximum.accumulate(seconds.reshape(len(begins), len(tokens)), axis=1)
-    return _SliceSeconds(tuple(begins.tolist()), tokens, by_begin)
+    return begins.tolist(), tokens, by_begin
 
 
 def _by_doublings(first: int, last: int, count: int) -> Floats:

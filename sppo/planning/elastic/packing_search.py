@@ -97,19 +97,17 @@ class PackingSearch:
 
     def as_planned(self, lengths: Sequence[int]) -> list[PackedSamples]:
         """Return the packing by the mesh of the run's plan, as the only one."""
-        return [self._packing(lengths, self._mesh_as_planned)]
-
-    @property
-    def _mesh_as_planned(self) -> SliceMesh:
-        return self._mesh_of_slices(self.slices)
+        return [self._packing(lengths, self._mesh_of_slices(self.slices))]
 
     @property
     def _meshes_of_one_rank(self) -> Iterator[SliceMesh]:
         """Meshes of equal tokens per slice: that of the run's plan, and smaller and larger ones."""
         sizes = [self.room // 2]
-        while sizes[-1] < min(self.longest, self._most_room):
+        # All devices together may hold a subsequence of as many times the room.
+        most = min(self.longest, self.room * self.base.workload.sequence_parallel_degree)
+        while sizes[-1] < most:
             sizes.append(2 * sizes[-1])
-        planned = self._mesh_as_planned
+        planned = self._mesh_of_slices(self.slices)
         yield from (planned, replace(planned, room=max(planned.room, self.room)))
         for size in sizes:
             mesh = self._mesh_of_slices(-(-self.longest // size))
@@ -187,11 +185,6 @@ class PackingSearch:
         narrow = workload.element_bytes < ACCUMULATION_BYTES
         on_cpu = workload.hardware.device.kind == "cpu"
         return ROW_ALIGNMENT if narrow and on_cpu else 1
-
-    @property
-    def _most_room(self) -> int:
-        """Most tokens of a subsequence, over all devices, of the sizes tried on one rank."""
-        return self.room * self.base.workload.sequence_parallel_degree
 
     @property
     def _least_first(self) -> int:

@@ -176,7 +176,7 @@ class Dependencies:
             self.seconds[found] = table.ravel()[actions.slots[found]]
         shards = actions.of(D2H, H2D)
         self.seconds[shards] /= actions.widths[shards]
-        if actions.is_cut:
+        if actions.most_shards > 1:
             cut_s = msp_seconds(self._schedule, groups=self._schedule.msp_groups, costs=costs)
             cut = np.flatnonzero(self.inputs > actions.never)
             keys = zip(actions.codes[cut].tolist(), actions.slots[cut].tolist(), strict=True)
