@@ -39,7 +39,6 @@ FIRST_PARTS = 2
 """Of a page, run in the default tier."""
 NOT_RUN = {"bash scripts/test.sh"}
 """What runs this test."""
-LANGUAGES = {"bash", "sh", "text", "yaml", "python", "pycon", "bibtex"}
 
 
 def parts_of(page: Path) -> list[tuple[str, str]]:
@@ -86,19 +85,3 @@ def test_code_of_a_page(page: Path, tmp_path: Path) -> None:
             timeout=300,
         )
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-
-
-def test_every_block_says_what_it_is() -> None:
-    """Or a command would be left out for a forgotten word."""
-    found = {
-        f"{page.relative_to(ROOT)}: {block.language!r}: {block.text[:40]}"
-        for page in pages()
-        for block in blocks(page)
-        if block.language not in LANGUAGES
-    }
-    assert not found
-
-
-def test_commands_are_shortened_one_by_one() -> None:
-    code = "ls\nsppo bench all \\\n  -o x\ncat > a <<'EOF'\nsppo bench all\nEOF"
-    assert shortened(code) == code.replace("-o x", "-o x --quick")

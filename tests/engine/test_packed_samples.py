@@ -9,17 +9,22 @@ from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner
 from tests.engine.models import Trained, random_sequence, random_weights, tiny_model
 from tests.random_training.samples import base_candidate, joined
+from tests.tiers import each_once
 
 LONGEST = 40
 
 
-@pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
 @pytest.mark.parametrize(
-    ("schedule", "virtual"), [("sppo", 1), ("seq1f1b", 1), ("gpipe", 1), ("looped_bfs", 2)]
+    ("order", "policy"),
+    each_once(
+        [("sppo", 1), ("seq1f1b", 1), ("gpipe", 1), ("looped_bfs", 2)],
+        ["retain", "keep_attention", "recompute"],
+    ),
+    ids=str,
 )
-def test_bytes_held_are_those_predicted(schedule, virtual, policy):
+def test_bytes_held_are_those_predicted(order, policy):
     """Of steps one after another, the second of them the largest, by one engine."""
-    model = tiny_model("gqa, q/k-norm", num_layers=4)
+    (schedule, virtual), model = order, tiny_model("gqa, q/k-norm", num_layers=4)
     base = base_candidate(model, schedule=schedule, virtual_stages=virtual, policy=policy)
     planner = StepPlanner(PackingSearch(base, LONGEST, 5, 1, tries_sizes=False))
     trained = Trained(

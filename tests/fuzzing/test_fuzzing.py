@@ -61,19 +61,3 @@ def test_damaged_input_is_refused_as_documented(target: str, tmp_path: Path) -> 
     read_damaged_input()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
     assert grown < MOST_GROWTH_BYTES
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (TypeError("x"), "no documented error"),
-        (UnicodeDecodeError("utf-8", b"", 0, 1, "x"), "no documented error"),
-        (ValueError(""), "without a message"),
-        (ValueError("a\x1b[31m"), "control characters"),
-        (ValueError("x" * 5000), "a message of 5000 characters"),
-        (ValueError("a.json: no"), None),
-    ],
-)
-def test_what_is_not_documented_is_found(error: Exception, says: str | None) -> None:
-    problem = undocumented(error)
-    assert problem == says or (says and problem and says in problem)

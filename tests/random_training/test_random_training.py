@@ -7,20 +7,16 @@ For many more, or one again that a failure shows::
 """
 
 import logging
-import time
 from itertools import islice
 
 import pytest
-import torch
 
 import tests.random_training.case as case_module
-from tests.random_training.case import Case, Leg, Shape
+from tests.random_training.case import Case, Shape
 from tests.random_training.draw import draw
-from tests.random_training.emulated_ranks import Distributed, run_emulated
 from tests.random_training.mutations import MUTATIONS
 from tests.random_training.pinned_cases import PINNED
 from tests.random_training.training import faults_of
-from tests.random_training.turns import Deadlock, Turns
 from tests.tiers import default_of, examples, exhaustive
 
 MOST_TRIED = 12
@@ -85,38 +81,3 @@ def test_a_case_can_be_pasted():
         assert eval(repr(case), vars(case_module)) == case
         assert "\n" not in repr(case)
     assert repr(Case(model=Shape(layers=3))) == "Case(model=Shape(layers=3))"
-
-
-def test_emulated_ranks_do_the_same_again():
-    case = Case(seed=5, legs=(Leg(pp=2, sp=2, replica_sequences=2, steps=2),))
-
-    def order(rank, turns, dist):
-        group, seen = dist.new_group([0, 1, 2]), []
-        for number in range(20):
-            tensor = torch.tensor([float(rank)])
-            work = dist.all_reduce(tensor, group=group, async_op=True)
-            seen.append((turns.random.random(), float(tensor), number))
-            work.wait()
-            assert float(tensor) == 3.0
-        return seen
-
-    def once():
-        turns = Turns(3, seed=3)
-        dist = Distributed(turns)
-        return turns.run(lambda rank: order(rank, turns, dist))
-
-    assert once() == once()
-    assert faults_of(case) == []
-
-
-def test_ranks_that_wait_for_each_other_are_found_at_once():
-    def wait_first(rank):
-        from sppo.parallel import pipeline_p2p
-
-        group = pipeline_p2p.dist.new_group([0, 1])
-        pipeline_p2p.dist.recv(torch.zeros(1), 1 - rank, group=group)
-
-    begin = time.monotonic()
-    with pytest.raises(Deadlock, match="0: rank 1 to send; 1: rank 0 to send"):
-        run_emulated(wait_first, ranks=2, seed=0)
-    assert time.monotonic() - begin < 10

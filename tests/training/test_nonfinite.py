@@ -19,7 +19,7 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
 from sppo.training.interruption import NonFiniteError
-from sppo.training.step import NonFiniteGuard, StepSums, nonfinite_names
+from sppo.training.step import NonFiniteGuard, StepSums
 from sppo.training.trainer import StepLoop
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 from tests.make import make_run
@@ -72,12 +72,6 @@ def test_only_steps_in_a_row_count():
 def test_stopping_at_once(keys):
     with pytest.raises(NonFiniteError, match="lower optimizer.lr"):
         judge(guard(**keys), norm=math.nan)
-
-
-def test_the_state_that_is_saved_is_looked_at():
-    assert nonfinite_names({"a": torch.ones(2), "step": torch.tensor(3)}) == []
-    bad = {"a": torch.ones(2), "b": torch.tensor([1.0, math.inf]), "c": torch.tensor(math.nan)}
-    assert nonfinite_names(bad) == ["b", "c"]
 
 
 # In the loop

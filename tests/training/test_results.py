@@ -89,11 +89,3 @@ def test_a_run_that_was_stopped_and_resumed(work, run, done):
     told(run, outcome_of(work, first=done, done=4))
     found = summary(work / "out")
     assert (found["steps"], found["interrupted_by"]) == (4, None)
-
-
-def test_a_run_that_ended_before_its_report_gets_one(work, run):
-    told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
-    outcome_of(work)  # killed between its last checkpoint and the summary
-    told(run, outcome_of(work, first=4, done=4))
-    assert summary(work / "out")["steps"] == 4
-    assert (work / "out/loss.png").exists()

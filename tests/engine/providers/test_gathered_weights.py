@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -75,17 +74,3 @@ def test_the_next_part_is_on_its_way_and_one_wanted_again_stays(ranks):
     assert log == ["embed.weight", *map(layer, (0, 1, 2, 1, 0))]
     assert seen[::2] == [("embedding", 2), (0, 3), (1, 4), (2, 4), (2, 5), (1, 6), (0, 6)]
     assert seen[1::2] == [False, False, False, True, False, False, False]
-
-
-def test_weights_are_taken_as_announced(ranks):
-    for problem in ranks.run(out_of_order, ranks=1):
-        assert problem == "1 is taken where 0 was announced"
-
-
-def out_of_order(rank):
-    model = tiny_model(num_layers=2)
-    gathered = provider(rank, model, random_weights(model))
-    gathered.begin([0, 1])
-    with pytest.raises(AssertionError) as caught:
-        gathered.take(1)
-    return str(caught.value)

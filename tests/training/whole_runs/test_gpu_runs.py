@@ -16,10 +16,8 @@ from sppo.training.devices.device import choose_device
 from sppo.training.job import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
 from tests.tiers import default_of
-from tests.training.jobs import evaluate_initial, losses, summary, train_alone, train_rank
-from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
-
-OFFLOADING = {"activations.policy": "offload_all"}
+from tests.training.jobs import evaluate_initial, losses, train_alone, train_rank
+from tests.training.whole_runs.test_parallel_runs import MODEL, overrides
 
 
 def gpu_test(test, *, count=1):
@@ -43,30 +41,6 @@ def train_on_a_fake_gpu(rank, directory, arguments):
         outcome.done_steps,
         sum(c.total_out_bytes for c in outcome.copies) > 0,
     )
-
-
-MULTIPLEXED = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("shape", "more"),
-    [((1, 2, 1), {}), ((1, 2, 1), MULTIPLEXED), ((2, 1, 1), {}), ((1, 2, 2), {})],
-    ids=str,
-)
-def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, shape, more):
-    run_file(
-        model=MODEL,
-        optimizer={"schedule": "constant"},
-        train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
-    )
-    alone(work, overrides((1, 1, 1), 3))
-    arguments = overrides(shape, 3, **{"train.output": "grid"}, **OFFLOADING, **more)
-    count = shape[0] * shape[1] * shape[2]
-    done = ranks.run(train_on_a_fake_gpu, work, arguments, ranks=count)
-    assert done == [("host", 3, True)] * count
-    assert_like_alone(work, "grid")
-    assert summary(work / "grid")["timeline"]["makespan_s"]["measured"] > 0
 
 
 IN_HOST_MEMORY = {

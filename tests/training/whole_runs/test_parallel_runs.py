@@ -215,15 +215,6 @@ def test_training_is_that_of_one_rank(ranks, tmp_path, reference, name):
     assert list((job / "spill").iterdir()) == []
 
 
-def test_references_are_what_they_should_be(reference):
-    """One has a step without labels, one is longer than an epoch of its samples."""
-    found = losses(reference("no labels") / "alone")
-    assert [math.isnan(loss) for loss, _ in found] == [False, True, False]
-    steps = counted(reference("samples by tokens") / "alone")
-    assert len({labels for _, labels in steps}) > 1
-    assert sum(samples for samples, _ in steps) > len(LENGTHS)
-
-
 def save_by_own_clock(rank, directory, arguments):
     """A rank of a run; by the clock of rank 0 alone a checkpoint is due before every step."""
     with (
