@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,7 +91,11 @@ def trace_step(
     with fake_gpu(workload, rank=rank, orderings=orderings, lost=lost) as gpu:
         planner = step_planner(plan)
         steps = [planner.plan(lengths) for lengths in samples]
-        return _Training(run, plan, gpu=gpu, rank=rank).run(steps or [None] * TRACED_STEPS)
+        gc.disable()  # what it frees in the middle of a step would count in the working set
+        try:
+            return _Training(run, plan, gpu=gpu, rank=rank).run(steps or [None] * TRACED_STEPS)
+        finally:
+            gc.enable()
 
 
 class _Training:
