@@ -179,14 +179,8 @@ class Stage:
         rotary = self._rotary(unit)
         for index in self._layers:
             offloaded, retained = self.layout.tensor_rows(unit.key, index) if training else ({}, {})
-            with visit(self._providers.weights, index) as weights:
-                x, saved = self._layer(unit).forward(
-                    x,
-                    weights,
-                    rotary=rotary,
-                    attention=self._attention(unit, index, saves_kv=training),
-                    keep=frozenset(offloaded | retained),
-                )
+            with self._layer(unit, index, rotary, saves_kv=training) as layer:
+                x, saved = layer.forward(x, keep=frozenset(offloaded | retained))
             if training:
                 self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
@@ -234,18 +228,10 @@ class Stage:
             saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
             if "x_in" not in saved:
                 self._recompute_input(unit, index, saved, taken, take, rotary)
-            with visit(self._providers.weights, index) as weights:
-                attention, layer = self._attention(unit, index), self._layer(unit)
-                layer.recompute_missing_rows(saved, weights, rotary=rotary, attention=attention)
+            with self._layer(unit, index, rotary) as layer:
+                layer.recompute_missing_rows(saved)
                 with self._sink(unit, index, deferred=defer_weights) as gradients:
-                    dx = layer.backward(
-                        dx,
-                        weights,
-                        saved=saved,
-                        gradients=gradients,
-                        rotary=rotary,
-                        attention=attention,
-                    )
+                    dx = layer.backward(dx, saved=saved, gradients=gradients)
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
             self._kv.release(unit.sequence, layers=self._layers)
@@ -266,9 +252,8 @@ class Stage:
             x = self.store.retained.peek(ActivationKey(*unit.key, index), "x_in")
             assert x is not None, f"layer {index} has not retained its input"
             assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
-            with visit(self._providers.weights, index) as weights:
-                k, v = self._layer(unit).recompute_kv(x, weights, rotary=rotary)
-            self._attention(unit, index).provide(k, v)
+            with self._layer(unit, index, rotary) as layer:
+                layer.recompute_kv(x)
 
     def weight_gradients(self, unit: Unit) -> None:
         """Compute the deferred weight gradients of a unit; once per unit."""
@@ -309,10 +294,9 @@ class Stage:
             taken[below] = take(ActivationKey(*unit.key, below))
         if "x_in" not in taken[below]:
             self._recompute_input(unit, below, taken[below], taken, take, rotary)
-        with visit(self._providers.weights, below) as weights:
-            layer, attention = self._layer(unit), self._attention(unit, below)
-            layer.recompute_missing_rows(taken[below], weights, rotary=rotary, attention=attention)
-            saved["x_in"] = layer.recompute_output(taken[below], weights)
+        with self._layer(unit, below, rotary) as layer:
+            layer.recompute_missing_rows(taken[below])
+            saved["x_in"] = layer.recompute_output(taken[below])
 
     def assert_idle(self) -> None:
         """Assert that the step left nothing over: every saved tensor was used exactly once."""
@@ -336,24 +320,27 @@ class Stage:
         positions = unit.positions_C if self._tensor is None else unit.span_positions_C
         return rotary_table(self.model, positions, dtype=self._kv.dtype)
 
-    def _layer(self, unit: Unit) -> Layer:
-        if self._tensor is None:
-            return Layer(self.model)
-        return Layer(self.model, ShardedTokens(self._tensor, unit.shard_tokens))
-
-    def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> PrefixAttention:
-        offload = None
+    @contextmanager
+    def _layer(
+        self, unit: Unit, index: int, rotary: RotaryTable | None, *, saves_kv: bool = False
+    ) -> Iterator[Layer]:
+        """Yield layer ``index`` for a unit, with its weights; offload K and V if they are saved."""
+        tokens, offload = TokenExchange(), None
+        if self._tensor is not None:
+            tokens = ShardedTokens(self._tensor, unit.shard_tokens)
         if saves_kv and self._kv_placement == "offloaded":
             offload = partial(self.store.put, ActivationKey(*unit.key, index, is_kv=True))
-        return PrefixAttention(
-            self._providers.kv(unit, index),
-            unit.runs,
-            self._unsaved_attention_tokens(unit),
-            self._heads,
-            window=self.model.window_of(index),
-            document_starts=unit.span.document_starts,
-            offload=offload,
-        )
+        with visit(self._providers.weights, index) as weights:
+            attention = PrefixAttention(
+                self._providers.kv(unit, index),
+                unit.runs,
+                self._unsaved_attention_tokens(unit),
+                self._heads,
+                window=self.model.window_of(index),
+                document_starts=unit.span.document_starts,
+                offload=offload,
+            )
+            yield Layer(self.model, weights, rotary, attention, tokens)
 
     def _unsaved_attention_tokens(self, unit: Unit) -> tuple[int, ...]:
         """Return for each rank how many of its last tokens have no saved attention output."""

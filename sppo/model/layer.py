@@ -42,6 +42,10 @@ class SubsequenceAttention(Protocol):
         """Store k and v at the subsequence's positions; return the attention (o_CND, lse_NC)."""
         ...
 
+    def provide(self, k_CKD: Tensor, v_CKD: Tensor) -> None:
+        """Store k and v at the subsequence's positions again, without attention."""
+        ...
+
     def recompute(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
         """Recompute (o_CND, lse_NC) of queries at the end, with K and V stored by :meth:`forward`.
 
@@ -77,28 +81,26 @@ class TokenExchange:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Arithmetic of one layer; weights, positions and attention are arguments.
+    """Arithmetic of one layer for the tokens of one subsequence.
 
     With sharded weights (:mod:`sppo.parallel.megatron`), ``x_in`` and ``x_mid`` have c of the
     C tokens, and all other tensors have all C.
 
     Attributes:
         model: Shape of the model; the number of heads and the MLP width follow the weights.
+        weights: Weights of the layer, by name within it.
+        rotary: Angles of the tokens; None without rotary positions.
+        attention: Attention of the tokens over their prefix and themselves.
         tokens: Collectives of the ranks over which the residual stream's tokens are sharded.
     """
 
     model: ModelConfig
+    weights: Weights
+    rotary: RotaryTable | None
+    attention: SubsequenceAttention
     tokens: TokenExchange = TokenExchange()  # noqa: RUF009 - has no state
 
-    def forward(
-        self,
-        x_CE: Tensor,
-        weights: Weights,
-        *,
-        rotary: RotaryTable | None,
-        attention: SubsequenceAttention,
-        keep: frozenset[str],
-    ) -> tuple[Tensor, Saved]:
+    def forward(self, x_CE: Tensor, *, keep: frozenset[str]) -> tuple[Tensor, Saved]:
         """Return the output ``[C, E]`` and the saved tensors named in ``keep``."""
         saved: Saved = {}
 
@@ -107,29 +109,20 @@ class Layer:
             saved.update({name: tensor for name, tensor in tensors.items() if name in keep})
 
         save(x_in=x_CE)
-        q, k, v = self._attention_inputs(x_CE, weights, rotary, save)
-        o_CND, lse = attention.forward(q, k, v)
+        q, k, v = self._attention_inputs(x_CE, save)
+        o_CND, lse = self.attention.forward(q, k, v)
         del q, k, v
         save(o=o_CND.flatten(1), lse=lse)
-        x_mid = self._attention_output(o_CND.flatten(1), weights)
+        x_mid = self._attention_output(o_CND.flatten(1))
         del o_CND, lse
-        n2 = self.tokens.gather(add_norm_(self.model, "mlp_norm", x_mid, x_CE, weights))
+        n2 = self.tokens.gather(add_norm_(self.model, "mlp_norm", x_mid, x_CE, self.weights))
         save(x_mid=x_mid)
-        gate, up = self._projected_mlp_inputs(n2, weights)
+        gate, up = self._projected_mlp_inputs(n2)
         del n2
         save(up=up, **({} if gate is None else {"gate": gate}))
-        return self._after_mlp(x_mid, gate, up, weights), saved
+        return self._after_mlp(x_mid, gate, up), saved
 
-    def backward(
-        self,
-        dy_CE: Tensor,
-        weights: Weights,
-        *,
-        saved: Saved,
-        gradients: GradientSink,
-        rotary: RotaryTable | None,
-        attention: SubsequenceAttention,
-    ) -> Tensor:
+    def backward(self, dy_CE: Tensor, *, saved: Saved, gradients: GradientSink) -> Tensor:
         """Return the gradient of the layer input ``[C, E]``; consumes ``saved``.
 
         Tensors missing from ``saved`` are recomputed. Saved tensors are overwritten and become
@@ -137,41 +130,34 @@ class Layer:
         must own their memory.
         """
         x_in = saved.pop("x_in")
-        n1 = self._gathered_norm("attention_norm", x_in, weights)
-        q_projected, q = self._queries(n1, saved, weights, rotary)
+        n1 = self._gathered_norm("attention_norm", x_in)
+        q_projected, q = self._queries(n1, saved)
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
-            o_CND, lse = attention.recompute(q)
+            o_CND, lse = self.attention.recompute(q)
             o = o_CND.flatten(1)
         x_mid = saved.pop("x_mid", None)
         if x_mid is None:
-            x_mid = self._after_attention(x_in, o, weights)
-        dx_mid = self._mlp_backward(dy_CE, x_mid, saved, weights, gradients)
+            x_mid = self._after_attention(x_in, o)
+        dx_mid = self._mlp_backward(dy_CE, x_mid, saved, gradients)
         del x_mid
         d_o = self.tokens.gather(dx_mid)
         gradients.linear("o", dy_CO=d_o, x_CI=o)
-        do_CND = input_gradient(d_o, weights["o.weight"]).view_as(q)
+        do_CND = input_gradient(d_o, self.weights["o.weight"]).view_as(q)
         del d_o
-        dq, dk, dv = attention.backward(do_CND, q, o.view_as(do_CND), lse)
+        dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
-        dq = self._unrotate_and_unnorm("q", dq, q_projected, weights, gradients, rotary)
-        k_projected = self._projected_keys(n1, saved, weights)
-        dk = self._unrotate_and_unnorm("k", dk, k_projected, weights, gradients, rotary)
-        dn1 = self._projection_backward(dq, dk, dv, n1, weights, gradients)
+        dq = self._unrotate_and_unnorm("q", dq, q_projected, gradients)
+        k_projected = self._projected_keys(n1, saved)
+        dk = self._unrotate_and_unnorm("k", dk, k_projected, gradients)
+        dn1 = self._projection_backward(dq, dk, dv, n1, gradients)
         dn1 = self.tokens.scatter_sum(dn1)
         return norm_backward(
-            self.model, "attention_norm", dn1, x_in, weights, gradients, dresidual_CE=dx_mid
+            self.model, "attention_norm", dn1, x_in, self.weights, gradients, dresidual_CE=dx_mid
         )
 
-    def recompute_missing_rows(
-        self,
-        saved: Saved,
-        weights: Weights,
-        *,
-        rotary: RotaryTable | None,
-        attention: SubsequenceAttention,
-    ) -> None:
+    def recompute_missing_rows(self, saved: Saved) -> None:
         """Recompute the last rows of each tensor of which only the first rows were saved.
 
         Tensors that were not saved at all are left to :meth:`backward`, except o and lse if a
@@ -182,177 +168,155 @@ class Layer:
         tokens = x_in.shape[0]
         cut = {name: rows for name, t in saved.items() if (rows := rows_of(name, t)) < tokens}
         for name in cut.keys() & {"q", "k"}:
-            n1 = norm(self.model, "attention_norm", x_in[cut[name] :], weights)
-            rest = self._heads(name, n1, weights)
+            n1 = norm(self.model, "attention_norm", x_in[cut[name] :], self.weights)
+            rest = self._heads(name, n1)
             if not self.model.qk_norm:
-                rest = self._norm_and_rotate(name, rest, weights, _later(rotary, cut[name]))
+                rest = self._norm_and_rotate(name, rest, _later(self.rotary, cut[name]))
             saved[name] = torch.cat([saved[name], rest])
         if "o" in cut or ("x_mid" in cut and "o" not in saved):
-            self._attend_rest(saved, weights, rotary=rotary, attention=attention)
+            self._attend_rest(saved)
         if "x_mid" in cut:
             rows = cut["x_mid"]
-            rest = self._after_attention(x_in[rows:], saved["o"][rows:], weights)
+            rest = self._after_attention(x_in[rows:], saved["o"][rows:])
             saved["x_mid"] = torch.cat([saved["x_mid"], rest])
         if "up" in cut:
-            gate, up = self._mlp_inputs(saved["x_mid"][cut["up"] :], weights)
+            gate, up = self._mlp_inputs(saved["x_mid"][cut["up"] :])
             saved["up"] = torch.cat([saved["up"], up])
             if gate is not None:
                 saved["gate"] = torch.cat([saved["gate"], gate])
 
-    def _attend_rest(
-        self,
-        saved: Saved,
-        weights: Weights,
-        *,
-        rotary: RotaryTable | None,
-        attention: SubsequenceAttention,
-    ) -> None:
+    def _attend_rest(self, saved: Saved) -> None:
         """Append the missing rows of o and lse to ``saved``, or all rows if none were saved."""
         done = saved["o"].shape[0] if "o" in saved else 0
         q = saved.get("q")
         if q is None:
-            n1 = norm(self.model, "attention_norm", saved["x_in"][done:], weights)
-            q = self._heads("q", n1, weights)
+            n1 = norm(self.model, "attention_norm", saved["x_in"][done:], self.weights)
+            q = self._heads("q", n1)
         else:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
-            q = self._norm_and_rotate("q", q, weights, _later(rotary, done))
-        o_CND, lse_NC = attention.recompute(q)
+            q = self._norm_and_rotate("q", q, _later(self.rotary, done))
+        o_CND, lse_NC = self.attention.recompute(q)
         if done:
             saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
             saved["lse"] = torch.cat([saved["lse"], lse_NC], dim=1)
         else:
             saved["o"], saved["lse"] = o_CND.flatten(1), lse_NC
 
-    def recompute_kv(
-        self, x_CE: Tensor, weights: Weights, *, rotary: RotaryTable | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (k_CKD, v_CKD), bitwise equal to those that :meth:`forward` computed."""
-        n1 = self._gathered_norm("attention_norm", x_CE, weights)
-        k, v = (self._heads(name, n1, weights) for name in ("k", "v"))
-        return self._norm_and_rotate("k", k, weights, rotary), v
+    def recompute_kv(self, x_CE: Tensor) -> None:
+        """Provide k and v to attention again, bitwise equal to those of :meth:`forward`."""
+        n1 = self._gathered_norm("attention_norm", x_CE)
+        k, v = (self._heads(name, n1) for name in ("k", "v"))
+        self.attention.provide(self._norm_and_rotate("k", k, self.rotary), v)
 
-    def recompute_output(self, saved: Saved, weights: Weights) -> Tensor:
+    def recompute_output(self, saved: Saved) -> Tensor:
         """Return the output ``[C, E]`` from the saved x_in and o, without recomputing attention.
 
         Adds x_mid, gate and up to ``saved``, so that :meth:`backward` need not recompute them.
         """
         if "x_mid" not in saved:
-            saved["x_mid"] = self._after_attention(saved["x_in"], saved["o"], weights)
+            saved["x_mid"] = self._after_attention(saved["x_in"], saved["o"])
         if "up" not in saved:
-            gate, saved["up"] = self._mlp_inputs(saved["x_mid"], weights)
+            gate, saved["up"] = self._mlp_inputs(saved["x_mid"])
             if gate is not None:
                 saved["gate"] = gate
-        return self._after_mlp(saved["x_mid"], saved.get("gate"), saved["up"], weights)
+        return self._after_mlp(saved["x_mid"], saved.get("gate"), saved["up"])
 
     def _attention_inputs(
-        self,
-        x_CE: Tensor,
-        weights: Weights,
-        rotary: RotaryTable | None,
-        save: Callable[..., None],
+        self, x_CE: Tensor, save: Callable[..., None]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (q_CND, k_CKD, v_CKD) after norms and rotation; save q, and k before its norm."""
-        n1 = self._gathered_norm("attention_norm", x_CE, weights)
-        q, k, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
+        n1 = self._gathered_norm("attention_norm", x_CE)
+        q, k, v = (self._heads(name, n1) for name in ("q", "k", "v"))
         del n1
         if self.model.qk_norm:
             save(q=q, k=k)
-        q = self._norm_and_rotate("q", q, weights, rotary)
-        k = self._norm_and_rotate("k", k, weights, rotary)
+        q = self._norm_and_rotate("q", q, self.rotary)
+        k = self._norm_and_rotate("k", k, self.rotary)
         if not self.model.qk_norm:
             save(q=q)
         return q, k, v
 
-    def _queries(
-        self, n1_CE: Tensor, saved: Saved, weights: Weights, rotary: RotaryTable | None
-    ) -> tuple[Tensor | None, Tensor]:
+    def _queries(self, n1_CE: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor]:
         """Return (projected, rotated) queries ``[C, N, D]``; projected is None without q/k-norm."""
         q = saved.pop("q", None)
         if q is not None and not self.model.qk_norm:
             return None, q
         if q is None:
-            q = self._heads("q", n1_CE, weights)
-        rotated = self._norm_and_rotate("q", q, weights, rotary)
+            q = self._heads("q", n1_CE)
+        rotated = self._norm_and_rotate("q", q, self.rotary)
         return (q if self.model.qk_norm else None), rotated
 
-    def _projected_keys(self, n1_CE: Tensor, saved: Saved, weights: Weights) -> Tensor | None:
+    def _projected_keys(self, n1_CE: Tensor, saved: Saved) -> Tensor | None:
         """Return the keys before their norm, or None without q/k-norm."""
         if not self.model.qk_norm:
             return None
         k = saved.pop("k", None)
-        return self._heads("k", n1_CE, weights) if k is None else k
+        return self._heads("k", n1_CE) if k is None else k
 
-    def _heads(self, name: str, n1_CE: Tensor, weights: Weights) -> Tensor:
-        projected = linear(n1_CE, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    def _heads(self, name: str, n1_CE: Tensor) -> Tensor:
+        projected = self._linear(name, n1_CE)
         return projected.view(projected.shape[0], -1, self.model.head_dim)
 
-    def _norm_and_rotate(
-        self, name: str, x_CHD: Tensor, weights: Weights, rotary: RotaryTable | None
-    ) -> Tensor:
+    def _linear(self, name: str, x_CI: Tensor) -> Tensor:
+        """Return a projection of ``x_CI``, ``[C, O]``."""
+        return linear(x_CI, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm_and_rotate(self, name: str, x_CHD: Tensor, rotary: RotaryTable | None) -> Tensor:
         if self.model.qk_norm:
-            weight = weights[f"{name}_norm.weight"]
+            weight = self.weights[f"{name}_norm.weight"]
             x_CHD = elementwise.norm(x_CHD, weight, eps=self.model.norm_eps)
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
-    def _attention_output(self, o_CQ: Tensor, weights: Weights) -> Tensor:
+    def _attention_output(self, o_CQ: Tensor) -> Tensor:
         """Return ``[C, E]``, the term that attention adds to the residual stream."""
-        return self.tokens.scatter_sum(linear(o_CQ, weights["o.weight"], weights.get("o.bias")))
+        return self.tokens.scatter_sum(self._linear("o", o_CQ))
 
-    def _after_attention(self, x_CE: Tensor, o_CQ: Tensor, weights: Weights) -> Tensor:
+    def _after_attention(self, x_CE: Tensor, o_CQ: Tensor) -> Tensor:
         """Return ``x_mid`` without its norm, bitwise equal to that of :meth:`forward`."""
-        return self._attention_output(o_CQ, weights).add_(x_CE)
+        return self._attention_output(o_CQ).add_(x_CE)
 
-    def _mlp_inputs(self, x_mid_CE: Tensor, weights: Weights) -> tuple[Tensor | None, Tensor]:
-        n2 = self._gathered_norm("mlp_norm", x_mid_CE, weights)
-        return self._projected_mlp_inputs(n2, weights)
+    def _mlp_inputs(self, x_mid_CE: Tensor) -> tuple[Tensor | None, Tensor]:
+        n2 = self._gathered_norm("mlp_norm", x_mid_CE)
+        return self._projected_mlp_inputs(n2)
 
-    def _projected_mlp_inputs(
-        self, n2_CE: Tensor, weights: Weights
-    ) -> tuple[Tensor | None, Tensor]:
+    def _projected_mlp_inputs(self, n2_CE: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return (gate_CF, up_CF); gate_CF is None for an MLP without a gate."""
-        up = linear(n2_CE, weights["up.weight"], weights.get("up.bias"))
+        up = self._linear("up", n2_CE)
         if not self.model.gated:
             return None, up
-        return linear(n2_CE, weights["gate.weight"], weights.get("gate.bias")), up
+        return self._linear("gate", n2_CE), up
 
-    def _after_mlp(
-        self, x_mid_CE: Tensor, gate_CF: Tensor | None, up_CF: Tensor, weights: Weights
-    ) -> Tensor:
+    def _after_mlp(self, x_mid_CE: Tensor, gate_CF: Tensor | None, up_CF: Tensor) -> Tensor:
         hidden = elementwise.activation(gate_CF, up_CF, kind=self.model.mlp)
-        out = linear(hidden, weights["down.weight"], weights.get("down.bias"))
+        out = self._linear("down", hidden)
         return self.tokens.scatter_sum(out).add_(x_mid_CE)
 
     def _mlp_backward(
-        self,
-        dy_CE: Tensor,
-        x_mid_CE: Tensor,
-        saved: Saved,
-        weights: Weights,
-        gradients: GradientSink,
+        self, dy_CE: Tensor, x_mid_CE: Tensor, saved: Saved, gradients: GradientSink
     ) -> Tensor:
         """Return the gradient of ``x_mid`` through the MLP and the residual connection."""
-        n2 = self._gathered_norm("mlp_norm", x_mid_CE, weights)
+        n2 = self._gathered_norm("mlp_norm", x_mid_CE)
         up, gate = saved.pop("up", None), saved.pop("gate", None)
         if up is None:
-            up = linear(n2, weights["up.weight"], weights.get("up.bias"))
+            up = self._linear("up", n2)
         if gate is None and self.model.gated:
-            gate = linear(n2, weights["gate.weight"], weights.get("gate.bias"))
+            gate = self._linear("gate", n2)
         dy = self.tokens.gather(dy_CE)
-        dhidden = input_gradient(dy, weights["down.weight"])
+        dhidden = input_gradient(dy, self.weights["down.weight"])
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
         gradients.linear("down", dy_CO=dy, x_CI=inner.hidden_CF)
         del dy
         gradients.linear("up", dy_CO=inner.dup_CF, x_CI=n2)
-        dn2 = input_gradient(inner.dup_CF, weights["up.weight"])
+        dn2 = input_gradient(inner.dup_CF, self.weights["up.weight"])
         if inner.dgate_CF is not None:
             gradients.linear("gate", dy_CO=inner.dgate_CF, x_CI=n2)
-            add_input_gradient_(dn2, inner.dgate_CF, weights["gate.weight"])
+            add_input_gradient_(dn2, inner.dgate_CF, self.weights["gate.weight"])
         del inner
         dn2 = self.tokens.scatter_sum(dn2)
         return norm_backward(
-            self.model, "mlp_norm", dn2, x_mid_CE, weights, gradients, dresidual_CE=dy_CE
+            self.model, "mlp_norm", dn2, x_mid_CE, self.weights, gradients, dresidual_CE=dy_CE
         )
 
     def _projection_backward(
@@ -361,13 +325,12 @@ class Layer:
         dk_CKD: Tensor,
         dv_CKD: Tensor,
         n1_CE: Tensor,
-        weights: Weights,
         gradients: GradientSink,
     ) -> Tensor:
         """Return the gradient of the normed layer input through the q, k and v projections."""
-        dn1 = input_gradient(dq_CND.flatten(1), weights["q.weight"])
+        dn1 = input_gradient(dq_CND.flatten(1), self.weights["q.weight"])
         for name, d_CKD in (("k", dk_CKD), ("v", dv_CKD)):
-            add_input_gradient_(dn1, d_CKD.flatten(1), weights[f"{name}.weight"])
+            add_input_gradient_(dn1, d_CKD.flatten(1), self.weights[f"{name}.weight"])
         for name, d_CHD in (("q", dq_CND), ("k", dk_CKD), ("v", dv_CKD)):
             gradients.linear(name, dy_CO=d_CHD.flatten(1), x_CI=n1_CE)
         return dn1
@@ -377,15 +340,13 @@ class Layer:
         name: str,
         d_CHD: Tensor,
         projected_CHD: Tensor | None,
-        weights: Weights,
         gradients: GradientSink,
-        rotary: RotaryTable | None,
     ) -> Tensor:
-        if rotary is not None:
-            d_CHD = rotate_backward(d_CHD, rotary)
+        if self.rotary is not None:
+            d_CHD = rotate_backward(d_CHD, self.rotary)
         if not self.model.qk_norm:
             return d_CHD
-        weight = weights[f"{name}_norm.weight"]
+        weight = self.weights[f"{name}_norm.weight"]
         assert projected_CHD is not None, "q/k-norm needs its input"
         d_CHD, dweight, _ = elementwise.norm_backward(
             d_CHD, projected_CHD, weight, eps=self.model.norm_eps
@@ -393,9 +354,9 @@ class Layer:
         gradients.add(f"{name}_norm.weight", dweight)
         return d_CHD
 
-    def _gathered_norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
+    def _gathered_norm(self, name: str, x_CE: Tensor) -> Tensor:
         """Return the norm of all tokens, ``[C, E]``, gathered for the projections."""
-        return self.tokens.gather(norm(self.model, name, x_CE, weights))
+        return self.tokens.gather(norm(self.model, name, x_CE, self.weights))
 
 
 def token_dimension(name: str) -> int:

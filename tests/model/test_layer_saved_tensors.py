@@ -51,29 +51,21 @@ class Run:
             for name, shape in layer_shapes(self.model).items()
         }
         positions = torch.arange(TOKENS)
-        self.rotary = None
+        rotary = None
         if self.model.position == "rotary":
-            self.rotary = rotary_table(self.model, positions, dtype=torch.float64)
+            rotary = rotary_table(self.model, positions, dtype=torch.float64)
         self.x, self.dy = torch.randn(2, TOKENS, self.model.hidden_size, dtype=torch.float64)
         self.attention = WholeSequence()
+        self.layer = Layer(self.model, self.weights, rotary, self.attention)
 
     def forward(self, keep):
         with torch.no_grad():
-            return Layer(self.model).forward(
-                self.x, self.weights, rotary=self.rotary, attention=self.attention, keep=keep
-            )
+            return self.layer.forward(self.x, keep=keep)
 
     def backward(self, saved):
         gradients = zero_gradients(self.weights)
         with torch.no_grad():
-            dx = Layer(self.model).backward(
-                self.dy.clone(),
-                self.weights,
-                saved=saved,
-                gradients=GradientSum(gradients),
-                rotary=self.rotary,
-                attention=self.attention,
-            )
+            dx = self.layer.backward(self.dy.clone(), saved=saved, gradients=GradientSum(gradients))
         return dx, gradients
 
 
