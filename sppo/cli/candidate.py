@@ -14,7 +14,6 @@ from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, Tier
-from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall
 from sppo.units import format_bytes
@@ -76,15 +75,6 @@ def hardware_json(hardware: HardwareSpec) -> dict[str, Any]:
         "device_budget_bytes": hardware.device.usable_bytes,
         "host_budget_bytes": hardware.host_bytes_per_device,
         "disk_budget_bytes": hardware.disk_bytes_per_device,
-    }
-
-
-def degrees_json(degrees: Degrees) -> dict[str, int]:
-    """Return degrees of parallelism by their names in the run file."""
-    return {
-        "sequence_parallel_degree": degrees.sequence_parallel,
-        "pipeline_parallel_degree": degrees.pipeline_parallel,
-        "data_parallel_degree": degrees.data_parallel,
     }
 
 

@@ -11,7 +11,6 @@ from sppo.api import estimate as estimate_run
 from sppo.cli.arguments import Json, Overrides, RunFile, load_planned_run
 from sppo.cli.candidate import (
     choices_json,
-    degrees_json,
     hardware_json,
     host_memory_text,
     memory_screen,
@@ -47,7 +46,7 @@ def _values(found: Estimate) -> dict[str, Any]:
     return {
         "fits": evaluated.shortfall is None,
         "shortfall": shortfall_json(evaluated.shortfall),
-        **degrees_json(evaluated.degrees),
+        **evaluated.degrees.by_name,
         **choices_json(evaluated),
         "virtual_stages": evaluated.candidate.virtual_stages,
         "chosen_by_solve": list(found.chosen),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
-from sppo.cli.candidate import choices_json, degrees_json, memory_json, memory_screen, stages_json
+from sppo.cli.candidate import choices_json, memory_json, memory_screen, stages_json
 from sppo.cli.printing import Screen
 from sppo.cli.solve_report import DEGREES, Answer, Rows, step_text
 from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees, fullest_rank
@@ -34,7 +34,7 @@ class CorpusAnswer(Answer):
         steps = self.solution.steps
         rate = steps.num_tokens / way.seconds
         return {
-            **degrees_json(way.degrees),
+            **way.degrees.by_name,
             "virtual_stages": way.longest.candidate.virtual_stages,
             "closed_form_step_s": way.closed_s / len(steps.lengths),
             "step_s": way.seconds / len(steps.lengths),

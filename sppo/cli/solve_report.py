@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sppo.cli.candidate import degrees_json, hardware_json, shortfall_json
+from sppo.cli.candidate import hardware_json, shortfall_json
 from sppo.cli.explanation import explanation_json, explanation_screen
 from sppo.cli.printing import Screen, Unbroken, columns, table
 from sppo.hardware.run_hardware import hardware_line
@@ -188,7 +188,7 @@ def _change_json(change: Change, names: Sequence[str]) -> dict[str, Any]:
 
 def _rejection_json(rejection: Rejection) -> dict[str, Any]:
     return {
-        **degrees_json(rejection.degrees),
+        **rejection.degrees.by_name,
         "num_subsequences": rejection.num_subsequences,
         "policy": rejection.policy,
         "reason": rejection.reason,

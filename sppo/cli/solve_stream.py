@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sppo.cli.candidate import choices_json, degrees_json, memory_screen, policy_text, stages_json
+from sppo.cli.candidate import choices_json, memory_screen, policy_text, stages_json
 from sppo.cli.printing import Screen
 from sppo.cli.solve_report import DEGREES, Answer, Rows
 from sppo.cost.state_tiers import ON_DEVICE
@@ -39,7 +39,7 @@ class StreamAnswer(Answer):
         candidate = way.candidate
         predicted = asdict(predict(way))
         return {
-            **degrees_json(way.degrees),
+            **way.degrees.by_name,
             **choices_json(way),
             "virtual_stages": candidate.virtual_stages,
             "offload_ratios": list(predicted.pop("offload_ratios")),

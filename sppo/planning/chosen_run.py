@@ -65,11 +65,9 @@ def _as_found(
     candidate, degrees = found.candidate, found.degrees
     assert candidate is not None, "rejections without a candidate are not for memory"
     virtual_stages = candidate.virtual_stages
-    numbers = (degrees.data_parallel, degrees.pipeline_parallel, degrees.sequence_parallel)
+    open_degrees = run.parallel.open_degrees
     parallel: dict[str, object] = {
-        name: number
-        for name, number in zip(DEGREES, numbers, strict=True)
-        if name in run.parallel.open_degrees
+        name: degrees.by_name[name] for name in DEGREES if name in open_degrees
     }
     if virtual_stages > 1 and run.parallel.virtual_stages == "auto":
         parallel["virtual_stages"] = virtual_stages

@@ -207,17 +207,8 @@ def _of_degrees(
     run: RunConfig, degrees: Degrees, *, hardware: HardwareSpec, steps: DrawnSteps
 ) -> PlannedDegrees | Rejection:
     """Evaluate a step of the longest samples, and price the drawn steps in closed form."""
-    own = run.model_copy(
-        update={
-            "parallel": run.parallel.model_copy(
-                update={
-                    "data_parallel_degree": degrees.data_parallel,
-                    "pipeline_parallel_degree": degrees.pipeline_parallel,
-                    "sequence_parallel_degree": degrees.sequence_parallel,
-                }
-            )
-        }
-    )
+    parallel = run.parallel.model_copy(update=degrees.by_name)
+    own = run.model_copy(update={"parallel": parallel})
     longest = run_of_longest_samples(own)
     try:
         candidates_of_degrees(longest, hardware=hardware, degrees=degrees)

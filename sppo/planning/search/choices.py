@@ -74,6 +74,15 @@ class Degrees:
         """Number of devices in use."""
         return self.data_parallel * self.pipeline_parallel * self.sequence_parallel
 
+    @property
+    def by_name(self) -> dict[str, int]:
+        """Degrees by their names in the run file."""
+        return {
+            "sequence_parallel_degree": self.sequence_parallel,
+            "pipeline_parallel_degree": self.pipeline_parallel,
+            "data_parallel_degree": self.data_parallel,
+        }
+
     def text(self) -> str:
         """Return the degrees as text, such as ``SP 8 · PP 4 · DP 1``."""
         return (
