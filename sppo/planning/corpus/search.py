@@ -29,7 +29,6 @@ from sppo.planning.search.division import Rejection, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.shortfall import Shortfall
-from sppo.units import format_bytes
 
 RUNNERS_UP = 3
 _PLANNED = 1 + RUNNERS_UP
@@ -313,10 +312,7 @@ def _longest_lacks(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Sho
         where = f"{stages_text(stages)} of rank {shortfall.rank} need"
     return (
         f"the longest sample, of {run.sequence.length} tokens, does not fit: {where} "
-        f"{format_bytes(shortfall.needed_bytes)} of {shortfall.place} memory and "
-        f"{format_bytes(shortfall.available_bytes)} are there: short by "
-        f"{format_bytes(shortfall.short_bytes)}; most of it is "
-        f"{shortfall.bucket.replace('_', ' ')} ({format_bytes(shortfall.bucket_bytes)})"
+        f"{shortfall.figures}"
     )
 
 

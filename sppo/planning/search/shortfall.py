@@ -42,12 +42,17 @@ class Shortfall:
     @property
     def reason(self) -> str:
         """Explanation of the shortfall, in one line."""
+        return f"rank {self.rank} needs {self.figures}"
+
+    @property
+    def figures(self) -> str:
+        """What is needed, what is there, what is missing, and what most of it is."""
         bound, beside = "", ""
         if self.at_least:
             bound, beside = "at least ", ", without saved activations,"
         return (
-            f"rank {self.rank} needs {bound}{format_bytes(self.needed_bytes)} of {self.place} "
-            f"memory{beside} and {format_bytes(self.available_bytes)} are there: short by "
+            f"{bound}{format_bytes(self.needed_bytes)} of {self.place} memory{beside} and "
+            f"{format_bytes(self.available_bytes)} are there: short by "
             f"{bound}{format_bytes(self.short_bytes)}; most of it is "
             f"{self.bucket.replace('_', ' ')} ({format_bytes(self.bucket_bytes)})"
         )
