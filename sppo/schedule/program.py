@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.checks.deadlock import check_deadlock_free
-from sppo.schedule.checks.validate import validate
+from sppo.schedule.checks.validate import check_deadlock_free, validate
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.encoding import F
 from sppo.schedule.generate import generate

@@ -7,8 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.checks.deadlock import check_deadlock_free
-from sppo.schedule.checks.validate import validate
+from sppo.schedule.checks.validate import check_deadlock_free, validate
 from sppo.schedule.encoding import B, F
 from sppo.schedule.generate import generate
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, schedule_names

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
-from sppo.planning.elastic.step_plan import StepPlanner, step_planner
+from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 
@@ -72,14 +71,10 @@ def plan_samples(
 
 
 def _seconds(plan: ExecutionPlan, steps: Sequence[Sequence[int]]) -> float:
-    """Return the seconds of steps under a plan, by quick search; infinity if one does not fit."""
+    """Return the seconds of one replica's steps by quick search; infinity if one does not fit."""
     planner = replace(step_planner(plan), quick=True)
     try:
-        return sum(_step_s(planner, lengths) for lengths in steps)
+        divided = [[step[index] for index in planner.divided(step)[0]] for step in steps]
+        return sum(planner.plan(lengths).step_s for lengths in divided)
     except MemoryError:
         return math.inf
-
-
-def _step_s(planner: StepPlanner, lengths: Sequence[int]) -> float:
-    """Return the seconds of one step of samples of the first replica."""
-    return plan_replica(planner, StepRequest(tuple(lengths)), replica=0).plan.step_s

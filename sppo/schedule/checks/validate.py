@@ -48,12 +48,13 @@ from sppo.schedule.encoding import (
     F,
     W,
 )
-from sppo.schedule.graph import Flags, Ints
+from sppo.schedule.graph import Edges, Flags, Ints, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import DeadlockError, run_clock
 from sppo.schedule.step_actions import StepActions
 
 _SHOWN = 8
+_SHOWN_RANKS = 4
 
 
 def validate(schedule: Schedule) -> None:
@@ -78,6 +79,61 @@ def find_violations(schedule: Schedule) -> list[Violation]:
     except DeadlockError as error:
         return [Violation("no deadlock", str(error), error.rank, error.index)]
     return []
+
+
+def check_deadlock_free(schedule: Schedule) -> None:
+    """Raise DeadlockError unless `schedule`, with its messages placed, runs to its end.
+
+    The model is stricter than any transport. A host walks its program; SEND and RECV are appended
+    to the only queue of the rank and the host walks on; the host stops at a compute action until
+    that queue is empty. A message moves when it is at the head of both its sender's queue and its
+    receiver's queue. So each rank runs its compute and its messages one after the other. Both ends
+    of a message happen at once, and so do the shards of a unit.
+
+    Compute waits for messages of other actions, too, because the first launch of a kernel on a GPU
+    may load its code, which waits until all that was issued before has ended, messages included; so
+    does an allocation that finds no memory.
+
+    Args:
+        schedule: Schedule that breaks no other rule.
+
+    Raises:
+        DeadlockError: Messages that wait for each other; the message names where the first ranks
+            wait.
+    """
+    actions = schedule.actions
+    # What happens at once waits as one action, the first of it, for all that precedes any of it.
+    firsts = np.arange(actions.never + 1)
+    shards, first_shards = actions.first_shards()
+    firsts[shards] = first_shards
+    for send, receive, step in ((SEND_ACT, RECV_ACT, 1), (SEND_GRAD, RECV_GRAD, -1)):
+        received = actions.of(receive)
+        senders = actions.slots[received] - step * schedule.num_units
+        firsts[received] = actions.at(send, senders, actions.shards[received])
+    queued = actions.of(F, B, W, KV, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
+    follows = np.flatnonzero(np.diff(actions.ranks[queued]) == 0)
+    joined = np.flatnonzero(firsts != np.arange(firsts.size))
+    edges = Edges.joined(
+        [
+            Edges.of(queued[follows], firsts[queued[follows + 1]]),
+            Edges.of(firsts[joined], joined),
+        ]
+    )
+    try:
+        longest_paths(
+            edges,
+            seconds=np.zeros(firsts.size),
+            ranks=actions.ranks,
+            turns=np.arange(firsts.size),
+        )
+    except Standstill as standstill:
+        shown = "; ".join(
+            actions.text(service) for service, _ in standstill.services[:_SHOWN_RANKS]
+        )
+        raise DeadlockError(
+            f"messages wait for each other with one queue per rank: {shown}",
+            *actions.place(standstill.services[0][0]),
+        ) from None
 
 
 def _broken_rules(schedule: Schedule) -> list[Violation]:

@@ -8,10 +8,9 @@ import pytest
 from sppo.data.samples.length_distributions import draw
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
-from sppo.planning.elastic import samples_plan
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.samples_plan import plan_samples
-from sppo.planning.elastic.step_plan import step_planner
+from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.plan import plan_json, read_plan
 from sppo.planning.planned_keys import check_plan_fits
 from sppo.planning.run_plan import plan_run
@@ -100,15 +99,15 @@ def test_what_fits_with_several_stages_alone_has_several():
 def test_a_plan_whose_steps_do_not_fit_is_not_taken(monkeypatch):
     """A step of the longest samples may fit, and a packed one not."""
     room = {"hardware": machine(0.0), "available_bytes": 4 << 30}
-    run, plan_replica = run_of_samples(), samples_plan.plan_replica
+    run, planned = run_of_samples(), StepPlanner.plan
     assert plan_samples(run, steps=STEPS, **room).virtual_stages > 1
 
-    def fits_on_one_stage(planner, request, *, replica):
+    def fits_on_one_stage(planner, lengths):
         if planner.base.virtual_stages > 1:
             raise MemoryError
-        return plan_replica(planner, request, replica=replica)
+        return planned(planner, lengths)
 
-    monkeypatch.setattr(samples_plan, "plan_replica", fits_on_one_stage)
+    monkeypatch.setattr(StepPlanner, "plan", fits_on_one_stage)
     assert plan_samples(run, steps=STEPS, **room).virtual_stages == 1
 
 
