@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -245,27 +246,17 @@ def abstract_costs(
     sizes = (activation_bytes,) if isinstance(activation_bytes, int | float) else activation_bytes
     retained = per_unit("unit sizes", sizes, num_units=num_units)
     shape = (num_stages, num_units)
-    zeros = np.zeros(shape)
-    return Costs(
-        forward_s=np.broadcast_to(factors * forward_s, shape),
-        backward_s=np.broadcast_to(factors * backward_s, shape),
-        weight_s=np.broadcast_to(factors * weight_s, shape),
-        reduce_s=np.zeros(num_stages),
-        last_reduction_wait_s=np.zeros(num_stages),
-        message_bytes=np.zeros(num_units),
-        activation_bytes=np.broadcast_to(retained, shape),
-        offload_bytes=zeros,
-        kv_offload_bytes=zeros,
-        kv_recompute_s=zeros,
-        operand_bytes=np.broadcast_to(retained, shape),
-        kv_bytes=zeros,
-        kv_gradient_bytes=zeros,
-        weight_bytes=np.zeros(num_stages),
-        weight_gradient_bytes=np.zeros(num_stages),
-        streamed_weight_bytes=np.zeros(num_stages),
-        streamed_gradient_bytes=np.zeros(num_stages),
-        links=links or Links(),
-    )
+    tables: dict[str, Any] = dict.fromkeys(_STAGE_UNIT_TABLES, np.zeros(shape))
+    tables |= dict.fromkeys(_STAGE_TABLES, np.zeros(num_stages))
+    tables |= {
+        "forward_s": np.broadcast_to(factors * forward_s, shape),
+        "backward_s": np.broadcast_to(factors * backward_s, shape),
+        "weight_s": np.broadcast_to(factors * weight_s, shape),
+        "activation_bytes": np.broadcast_to(retained, shape),
+        "operand_bytes": np.broadcast_to(retained, shape),
+        "message_bytes": np.zeros(num_units),
+    }
+    return Costs(**tables, links=links or Links())
 
 
 def per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
