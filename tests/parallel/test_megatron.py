@@ -17,8 +17,6 @@ from sppo.parallel.mesh_shape import Coordinates, MeshShape
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.tiers import each_once
 
-PARTS = [(4, 4), (3, 2), (1, 2), (5, 5, 5), (2, 3, 3)]
-
 
 @pytest.mark.parametrize(
     ("variant", "degree", "kv_heads"), each_once(VARIANTS, [1, 2, 4, 8], [8, 1, 4, 2, 1])
@@ -67,29 +65,6 @@ def test_ranks_that_hold_the_same_part_are_next_to_each_other_in_every_replica()
 def test_what_cannot_be_shared_out(fields, degree, says):
     with pytest.raises(ValueError, match=says):
         tensor_shard(tiny_model(**fields), degree=degree)
-
-
-def exchanged(rank, parts, dtype):
-    """(gathered, own tokens of the sum) of what every rank makes from its rank."""
-    exchange = MegatronSequenceParallel(dist.group.WORLD, rank=rank, model=tiny_model(num_heads=6))
-    tokens = sum(parts)
-    everything = torch.arange(tokens * 3, dtype=dtype).view(tokens, 3)
-    summand = everything + (1.0 if rank == 0 else 2.0**-9)
-    return (
-        exchange.gather(torch.split(everything, list(parts))[rank], parts),
-        exchange.scatter_sum(summand, parts),
-    )
-
-
-@pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_tokens_are_gathered_and_added_up(ranks, parts):
-    tokens = sum(parts)
-    everything = torch.arange(tokens * 3, dtype=torch.float64).view(tokens, 3)
-    total = len(parts) * everything + 1.0 + (len(parts) - 1) * 2.0**-9
-    answers = ranks.run(exchanged, parts, torch.float64, ranks=len(parts))
-    for (gathered, own), expected in zip(answers, torch.split(total, list(parts)), strict=True):
-        assert torch.equal(gathered, everything)
-        assert torch.equal(own, expected)
 
 
 def narrow_sum(rank):

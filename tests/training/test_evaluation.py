@@ -11,9 +11,6 @@ from sppo.config import load_run
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.training import evaluation
-from sppo.training.devices import cpu_device
 from sppo.training.evaluation import loss_by_position
 from sppo.training.state import starting_weights
 from tests.conftest import LENGTH, write_tokens
@@ -106,10 +103,3 @@ def test_bins_double_and_lose_nothing(positions):
     for row in bins:
         assert row.start in (0, *(64 << k for k in range(8)))
         assert row.end in (len(positions), *(64 << k for k in range(8)))
-
-
-def test_too_large_is_said_before_any_weight_is_read(work, run_file, monkeypatch):
-    monkeypatch.setattr(cpu_device, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
-    monkeypatch.setattr(evaluation, "_weights", None)
-    with pytest.raises(MemoryError, match=f"of {LENGTH} tokens needs .*1000 B available"):
-        evaluate_initial(load_run(run_file()))

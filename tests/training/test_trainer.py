@@ -12,8 +12,8 @@ from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.preflight import preflight
-from sppo.training.state import build_state, starting_weights
-from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
+from sppo.training.state import starting_weights
+from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_loss
 from tests.training.jobs import job_alone, records, train_alone
 
@@ -86,14 +86,6 @@ def test_losses_norms_and_weights_are_those_of_ordinary_training(work, run_file,
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_same_run_twice_is_the_same_run(run_file):
-    first = train(load_run(run_file()))[1]
-    second = train(load_run(run_file(train={"output": "again"})))[1]
-    other = train(load_run(run_file(train={"output": "seed", "seed": 1})))[1]
-    assert [r["loss"] for r in first] == [r["loss"] for r in second]
-    assert [r["loss"] for r in first] != [r["loss"] for r in other]
-
-
 @pytest.mark.usefixtures("known_peak")
 def test_rates_and_tokens_of_a_step(run_file):
     _, steps, _ = train(load_run(run_file(train={"sequences_per_step": 2})))
@@ -117,33 +109,3 @@ def test_what_a_call_reports(run_file):
     assert len(screen.splitlines()) == 4
     second, _, _ = train(load_run(run_file(train={"steps": 6})))
     assert (second.first_step, second.done_steps, len(second.phases_s)) == (4, 6, 2)
-
-
-def test_narrow_weights_follow_wide_masters(run_file):
-    run = load_run(run_file(train={"dtype": "bf16"}))
-    job = job_alone(run)
-    state = build_state(job, preflight(job).plan)
-    saved = state.optimizer.state()
-    for name, weight in state.sharded.named(state.weights).items():
-        master = saved[f"model.{name}"]
-        assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
-        assert torch.equal(weight, master.bfloat16())
-    run = load_run(run_file())
-    job = job_alone(run)
-    wide = build_state(job, preflight(job).plan)
-    saved = wide.optimizer.state()
-    for name, weight in wide.sharded.named(wide.weights).items():
-        assert saved[f"model.{name}"].data_ptr() == weight.data_ptr()
-
-
-def test_starting_weights_are_those_of_the_directory_given(work, run_file):
-    from tests.conftest import succeed
-
-    train(load_run(run_file(train={"output": "first"})))
-    succeed("convert", "to-hf", "first", "hf")
-    shape = {"preset": None, "vocab_size": VOCAB_SIZE, "num_layers": 1, "from_hf": "hf"}
-    run = load_run(run_file(model=shape, train={"output": "second"}))
-    assert run.model.hidden_size == 32
-    expected = read_weights("first")[1]
-    for name, weight in starting_weights(run):
-        assert torch.equal(weight, expected[name]), name

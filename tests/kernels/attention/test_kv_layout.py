@@ -1,6 +1,5 @@
 """Layout of keys: by head in the CPU store, by token in the gradients that projections read."""
 
-import pytest
 import torch
 
 from sppo.kernels.attention.kv_layout import copy_by_token, empty_keys
@@ -14,15 +13,6 @@ def stored(dtype):
 def test_a_head_lies_together_unless_ranks_send_prefixes():
     assert stored(torch.float32).transpose(0, 1).is_contiguous()
     assert empty_keys(9, 3, 4, dtype=torch.float32, device="cpu", sent=True).is_contiguous()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_by_token(dtype):
-    rows = stored(torch.float32)[5:]
-    found = copy_by_token(rows, dtype=dtype)
-    assert found.dtype is dtype
-    assert found.is_contiguous()
-    assert torch.equal(found, rows.to(dtype))
 
 
 def test_what_lies_by_token_is_copied_as_well():
