@@ -12,11 +12,6 @@ def keys(tokens, *, value=0.0):
     return torch.full((tokens, 2, 6), value)
 
 
-@pytest.fixture
-def store():
-    return KVStore(MODEL, dtype=torch.float32)
-
-
 def unit(store, start, end, *, sequence=0, layer=0):
     return StoredKV(store, layer, sequence, TokenSpan(start, end, length=10))
 
@@ -24,26 +19,6 @@ def unit(store, start, end, *, sequence=0, layer=0):
 def write(store, start, tokens, *, value=1.0, **where):
     k, v = keys(tokens, value=value), keys(tokens, value=-value)
     unit(store, start, start + tokens, **where).write(k, v)
-
-
-def test_a_gap_is_refused(store):
-    write(store, 0, 3)
-    with pytest.raises(AssertionError, match="forward at 4 leaves a gap after 3"):
-        write(store, 4, 2)
-
-
-def test_keys_not_yet_written_are_not_read(store):
-    write(store, 0, 3)
-    with pytest.raises(AssertionError, match="keys up to 5 are read, 3 are written"):
-        unit(store, 0, 5).read()
-
-
-@pytest.mark.parametrize("again", [(6, 10), (0, 5), (0, 10)])
-def test_backward_descends_without_gaps(store, again):
-    write(store, 0, 10)
-    unit(store, 6, 10).gradients()
-    with pytest.raises(AssertionError, match="but spans down to 6 have run"):
-        unit(store, again[0], again[1]).gradients()
 
 
 @pytest.mark.parametrize(
