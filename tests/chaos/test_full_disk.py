@@ -32,12 +32,10 @@ def _can_mount() -> bool:
     ],
 )
 def test_every_kind_of_file_on_a_full_disk(case: str) -> None:
-    program = [sys.executable, "-m", "tests.chaos.full_disk", "--only", case, "--levels", "0,700"]
+    program = [sys.executable, "-m", "tests.chaos.full_disk", case, "0", "700"]
     done = subprocess.run(
         ["unshare", "-rm", *program], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " full disks, 0 failures" in done.stdout
-    # Levels at which it fails, and at which it does not.
-    assert "'4'" in done.stdout
-    assert "'0" in done.stdout
+    # A level at which it fails, and one at which it does not.
+    assert "0 pages left: 4\n700 pages left: 0" in done.stdout
