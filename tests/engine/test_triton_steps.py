@@ -1,12 +1,10 @@
 """A whole step on Triton's kernels, under the interpreter, against the plain model in float64."""
 
-from functools import partial
-
 import pytest
 
-from sppo.engine.attention import prefix_attention
 from sppo.kernels import cross_entropy, elementwise, fused, rotary
-from sppo.kernels.attention import merged_output
+from sppo.kernels.attention import interface, merged_output
+from sppo.kernels.attention.choice import KERNELS
 from tests.engine.models import (
     Trained,
     assert_same_step,
@@ -31,9 +29,7 @@ SOME_VARIANTS = (
 def triton_everywhere(monkeypatch):
     """As on a GPU: for norms, activations, rotary turns, the loss, and merges of attention."""
     need_triton("cpu")
-    for name in ("attention_forward", "attention_backward"):
-        by_blocks = partial(getattr(prefix_attention, name), backend="torch_blocks")
-        monkeypatch.setattr(prefix_attention, name, by_blocks)
+    monkeypatch.setattr(interface, "kernel_of", lambda call: KERNELS["torch_blocks"])
     for module in (fused, elementwise, rotary, merged_output, cross_entropy):
         monkeypatch.setattr(module, "fused", lambda x: True)
 
