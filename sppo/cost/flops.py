@@ -11,7 +11,6 @@ the flash backward at 2.5 times the attention forward instead of 2.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
@@ -28,20 +27,14 @@ FLASH_BACKWARD_RATIO = 2.5
 _Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFlops:
-    """Forward FLOPs of one layer."""
-
-    linear_flops: int
-    """FLOPs of all matrix products per token."""
-    attention_flops: int
-    """FLOPs of attention per visible (query, key) pair."""
+def layer_flops(model: ModelConfig) -> int:
+    """Return the forward FLOPs per token of all matrix products of one layer."""
+    return 2 * sum(prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2)
 
 
-def layer_flops(model: ModelConfig) -> LayerFlops:
-    """Return the forward FLOPs of one layer of ``model``."""
-    weights = sum(prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2)
-    return LayerFlops(2 * weights, 4 * model.num_heads * model.head_dim)
+def pair_flops(model: ModelConfig) -> int:
+    """Return the forward FLOPs of attention per visible (query, key) pair of one layer."""
+    return 4 * model.num_heads * model.head_dim
 
 
 def head_flops(model: ModelConfig) -> int:
@@ -68,12 +61,11 @@ def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> 
 
 def forward_flops(model: ModelConfig, *, start: int, end: int) -> int:
     """Return the forward model FLOPs of tokens ``start..end-1`` of a sequence, layers and head."""
-    layer = layer_flops(model)
-    linear = (layer.linear_flops * model.num_layers + head_flops(model)) * (end - start)
+    linear = (layer_flops(model) * model.num_layers + head_flops(model)) * (end - start)
     pairs = sum(
         causal_pairs(start, end, window=model.window_of(index)) for index in range(model.num_layers)
     )
-    return linear + layer.attention_flops * pairs
+    return linear + pair_flops(model) * pairs
 
 
 def step_flops(model: ModelConfig, *, length: int, sequences: int) -> int:
@@ -92,15 +84,14 @@ def partition_costs(model: ModelConfig) -> tuple[float, float]:
     Both cover all layers and the head. Attention with a sliding window is nearly linear in the
     number of tokens, so its FLOPs count per token.
     """
-    layer = layer_flops(model)
-    linear = float(layer.linear_flops * model.num_layers + head_flops(model))
+    linear = float(layer_flops(model) * model.num_layers + head_flops(model))
     quadratic = 0.0
     for index in range(model.num_layers):
         window = model.window_of(index)
         if window is None:
-            quadratic += layer.attention_flops
+            quadratic += pair_flops(model)
         else:
-            linear += layer.attention_flops * window
+            linear += pair_flops(model) * window
     return linear, quadratic
 
 
@@ -121,13 +112,13 @@ def executed_step_flops(
         linear_recomputed: Fraction of each subsequence whose linear class is recomputed.
         attention_recomputed: Fraction of each subsequence whose attention is recomputed.
     """
-    layer, tokens = layer_flops(model), parts.tokens
+    tokens = parts.tokens
     begins, ends = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
     pairs = np.zeros_like(begins)
     for index in range(model.num_layers):
         pairs += causal_pairs(begins, ends, window=model.window_of(index))
-    attention = layer.attention_flops * parts.by_subsequence(pairs.astype(np.float64))
-    linear = (layer.linear_flops * model.num_layers + head_flops(model)) * float(tokens.sum())
+    attention = pair_flops(model) * parts.by_subsequence(pairs.astype(np.float64))
+    linear = (layer_flops(model) * model.num_layers + head_flops(model)) * float(tokens.sum())
     again = linear_recomputed * tokens * recomputed_linear_flops(model) * model.num_layers
     forward = linear + attention.sum()
     backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * attention.sum()

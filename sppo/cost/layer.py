@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache, reduce
 from math import prod, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from sppo.cost.elementwise import (
     saving_work,
     work_seconds,
 )
-from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, layer_flops, recomputed_linear_names
+from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape, layer_shapes
 from sppo.cost.tiles import tile_tokens
@@ -53,19 +53,14 @@ The addend causes none: on a CPU it is a tile that stays in the cache, on a GPU 
 _FORWARD_KERNELS = 16
 _BACKWARD_KERNELS = 36
 _CLASSES = (X_IN, ATTENTION, LINEAR)
+_EXCHANGES = {
+    "ulysses": {"backward": 1.0, "linear_recompute": 0.0, "attention_recompute": 0.5},
+    "megatron": {"backward": 1.5, "linear_recompute": 0.25, "attention_recompute": 0.0},
+}
+"""Communication of other passes, as multiples of a forward's exchange.
 
-
-class _Exchanges(NamedTuple):
-    """Communication of other passes, as multiples of a forward's exchange."""
-
-    backward: float
-    linear_recompute: float
-    attention_recompute: float
-
-
-# Megatron's backward mirrors the exchanges of forward and gathers both normed inputs once more;
-# recomputing x_mid takes one more reduction. Recomputing attention in Ulysses exchanges q and o.
-_EXCHANGES = {"ulysses": _Exchanges(1.0, 0.0, 0.5), "megatron": _Exchanges(1.5, 0.25, 0.0)}
+Megatron's backward mirrors the exchanges of forward and gathers both normed inputs once more;
+recomputing x_mid takes one more reduction. Recomputing attention in Ulysses exchanges q and o."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +167,7 @@ def layer_parts(
             "products": _product_seconds(workload, matrices, tokens=tokens, product="input"),
             "attention": attention_backward,
             "elementwise": _elementwise_seconds(workload, backward_elementwise, tokens=tokens),
-            "exchange": exchange * times.backward,
+            "exchange": exchange * times["backward"],
             "launches": np.full_like(tokens, _BACKWARD_KERNELS * device.kernel_s),
         },
         "weight": {
@@ -185,12 +180,12 @@ def layer_parts(
                 workload, linear_recompute_work(model), tokens=tokens
             )
             - saving[LINEAR],
-            "exchange": exchange * times.linear_recompute,
+            "exchange": exchange * times["linear_recompute"],
         },
         "attention_recompute": {
             "attention": attention,
             "elementwise": -saving[ATTENTION],
-            "exchange": exchange * times.attention_recompute,
+            "exchange": exchange * times["attention_recompute"],
         },
     }
     correction = workload.correction
@@ -207,7 +202,7 @@ def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
     shapes = layer_shapes(model)
     # Ulysses exchanges only k and v of the tensors of a forward; Megatron gathers the tokens.
     if workload.sequence_parallel == "megatron":
-        share = times.linear_recompute
+        share = times["linear_recompute"]
     else:
         share = model.kv_heads / (model.num_heads + model.kv_heads)
     seconds: Table = (
@@ -316,7 +311,7 @@ def _attention_seconds(
     model, device = workload.model, workload.hardware.device
     degree, begins, ends = workload.sequence_parallel_degree, parts.begins, parts.ends
     pairs = causal_pairs(begins.astype(np.int64), ends.astype(np.int64), window=window)
-    flops = layer_flops(model).attention_flops * pairs.astype(np.float64) / degree
+    flops = pair_flops(model) * pairs.astype(np.float64) / degree
     tokens = ends - begins
     keys = ends if window is None else np.minimum(ends, tokens + window)
     heads = max(1.0, model.num_heads / degree)

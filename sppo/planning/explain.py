@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops
+from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops, pair_flops
 from sppo.cost.kv import kv_compute_seconds
 from sppo.cost.layer import PART_NAMES
 from sppo.cost.stage_cost import (
@@ -205,9 +205,8 @@ def _executed_flops(candidate: Candidate) -> tuple[float, float]:
     out.
     """
     model, length = candidate.workload.model, sum(candidate.lengths)
-    layer = layer_flops(model)
     pairs = sum(
         causal_pairs(0, length, window=model.window_of(index)) for index in range(model.num_layers)
     )
-    products = 3.0 * length * (layer.linear_flops * model.num_layers + head_flops(model))
-    return products, (1 + FLASH_BACKWARD_RATIO) * layer.attention_flops * pairs
+    products = 3.0 * length * (layer_flops(model) * model.num_layers + head_flops(model))
+    return products, (1 + FLASH_BACKWARD_RATIO) * pair_flops(model) * pairs

@@ -13,6 +13,7 @@ from sppo.cost.flops import (
     forward_flops,
     head_flops,
     layer_flops,
+    pair_flops,
     partition_costs,
     step_flops,
 )
@@ -95,8 +96,8 @@ def test_a_published_shape_by_hand():
     """Llama 3.1 8B: 2 FLOPs for each of 6.98e9 layer weights and 0.525e9 of the head, per token."""
     model = ModelConfig.model_validate(PRESETS["llama-3.1-8b"])
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
-    assert layer_flops(model).linear_flops == 2 * layer
-    assert layer_flops(model).attention_flops == 4 * 4096
+    assert layer_flops(model) == 2 * layer
+    assert pair_flops(model) == 4 * 4096
     assert head_flops(model) == 2 * 128256 * 4096
     linear, quadratic = partition_costs(model)
     assert linear == 2 * (32 * layer + 128256 * 4096)
@@ -109,7 +110,7 @@ def test_a_published_shape_by_hand():
 def test_partition_costs_of_windows_are_per_token():
     model = tiny_model("window from layer 1, llama3")  # one of two layers sees 3 keys
     linear, quadratic = partition_costs(model)
-    per_pair = layer_flops(model).attention_flops
+    per_pair = pair_flops(model)
     assert quadratic == per_pair
     plain_linear, plain_quadratic = partition_costs(tiny_model(num_kv_heads=2))
     assert plain_quadratic == 2 * per_pair
