@@ -1,0 +1,78 @@
+"""Loss and gradients of the cut sequence against transformers, the same weights on both sides.
+
+The families as they are by default: tests/test_hf_training.py.
+
+In float32 each side is off by its own rounding: 1e-5 of a tensor's largest value (a hundred units
+in the last place; up to 4e-6 is measured). In float64 GPT-2 has to agree to 1e-10; the other
+families compute norms and rotary positions in float32 whatever their dtype, so nothing is gained.
+"""
+
+import pytest
+import torch
+
+from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.model.hf_reading import open_hf_weights
+from tests.engine.models import engine_step
+from tests.model.hf_models import LLAMA3, tiny_hf_model
+
+transformers = pytest.importorskip("transformers")
+
+CUTS = (0, 1, 14, 30, 31, 47)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+CASES = [
+    ("llama", {"rope_scaling": LLAMA3, "num_key_value_heads": 1}),
+    ("llama", {"rope_scaling": YARN, "tie_word_embeddings": True}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}),
+]
+
+
+def their_step(theirs, tokens, labels):
+    logits = theirs(tokens[None]).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL)
+    loss.backward()
+    return loss.detach()
+
+
+def gradients_in_our_layout(theirs, model, directory):
+    """Their gradients, written and read as if they were weights: the layouts differ."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(directory)
+    return open_hf_weights(directory, model)
+
+
+def assert_same(family, options, tmp_path, *, dtype, tolerance):
+    theirs, model = tiny_hf_model(family, seed=3, **options)
+    theirs.to(dtype)
+    theirs.save_pretrained(tmp_path / "weights")
+    weights = open_hf_weights(tmp_path / "weights", model)
+    assert weights["embed.weight"].dtype is dtype
+    generator = torch.Generator().manual_seed(5)
+    stream = torch.randint(0, model.vocab_size, (48,), generator=generator)
+    labels = stream[1:].clone()
+    labels[[3, 29]] = IGNORED_LABEL
+    data = SequenceData(stream[:-1], labels)
+    loss, gradients = engine_step(model, weights, [data], [CUTS], policy="keep_attention")
+    expected_loss = their_step(theirs, stream[:-1], labels)
+    assert abs(float(loss - expected_loss)) <= tolerance * float(expected_loss)
+    expected = gradients_in_our_layout(theirs, model, tmp_path / "gradients")
+    assert gradients.keys() == expected.keys()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for name, gradient in expected.items():
+        # GPT-2's key bias has no gradient but noise.
+        scale = max(float(gradient.abs().max()), 1e-2 * largest)
+        error = float((gradients[name] - gradient).abs().max()) / scale
+        assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_loss_and_gradients_in_float32(family, options, tmp_path):
+    assert_same(family, options, tmp_path, dtype=torch.float32, tolerance=1e-5)
+
+
+def test_gpt2_in_float64(tmp_path):
+    assert_same("gpt2", {}, tmp_path, dtype=torch.float64, tolerance=1e-10)
