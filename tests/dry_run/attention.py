@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
 from sppo.kernels.attention.block_attention import BlockAttention
-from sppo.kernels.attention.call import AttentionKernel
-from sppo.kernels.attention.choice import KERNELS
+from sppo.kernels.attention.choice import KERNELS, AttentionKernel
 from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import TorchFlash
 from sppo.kernels.attention.rectangle_attention import RectangleAttention

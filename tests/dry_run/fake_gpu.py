@@ -21,7 +21,7 @@ from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
 from sppo.kernels import fused
 from sppo.kernels.attention import interface, rectangle_attention
-from sppo.kernels.attention.call import AttentionKernel
+from sppo.kernels.attention.choice import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_lane, lane
 from sppo.optim import optimizer_rows

@@ -61,7 +61,7 @@ class BlockKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockAttention:
-    """:class:`sppo.kernels.attention.call.AttentionKernel` over a :class:`BlockKernel`."""
+    """Back end of attention over a :class:`BlockKernel`."""
 
     kernel: BlockKernel
     backward_multiple: Callable[[torch.dtype], int | None] = lambda dtype: None

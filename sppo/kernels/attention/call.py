@@ -1,4 +1,4 @@
-"""Call of attention of one subsequence over its whole prefix, and the interface of its back ends.
+"""Call of attention of one subsequence over its whole prefix.
 
 Legend: C queries (the last C of T positions), T keys, N query heads, K key/value heads, D head
 size.
@@ -7,7 +7,6 @@ size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -73,24 +72,3 @@ class AttentionCall:
     def factor(self) -> float:
         """Factor of the scores."""
         return self.q_CND.shape[2] ** -0.5 if self.scale is None else self.scale
-
-
-class AttentionKernel(Protocol):
-    """Back end of attention."""
-
-    def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Return (o_CND in q's dtype, lse_NC in fp32 or better)."""
-        ...
-
-    def backward(
-        self,
-        call: AttentionCall,
-        do_CND: Tensor,
-        o_CND: Tensor,
-        lse_NC: Tensor,
-        *,
-        dk_TKD: Tensor,
-        dv_TKD: Tensor,
-    ) -> Tensor:
-        """Return dq_CND in q's dtype; add to ``dk_TKD`` and ``dv_TKD`` (fp32 or better)."""
-        ...

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.attention.block_attention import BlockAttention
-from sppo.kernels.attention.call import AttentionCall, AttentionKernel
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.cpu_flash import CpuFlash, backward_multiple
 from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import (
@@ -118,6 +118,8 @@ CAPABILITIES: Mapping[BackendName, Capability] = {
 """Capabilities of all back ends, in the order of preference on devices except Hopper."""
 
 
+AttentionKernel = BlockAttention | RectangleAttention
+"""Back end of attention."""
 KERNELS: Mapping[BackendName, AttentionKernel] = {
     "cpu_flash": BlockAttention(CpuFlash(), backward_multiple),
     "flash_attn_3": RectangleAttention(FLASH_ATTN_3),

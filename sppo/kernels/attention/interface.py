@@ -7,8 +7,8 @@ from functools import lru_cache
 from torch import Tensor
 
 from sppo.kernels.attention.blocks import attention_blocks, documents_in_span
-from sppo.kernels.attention.call import AttentionCall, AttentionKernel
-from sppo.kernels.attention.choice import KERNELS, AttentionCase, chosen_name
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import KERNELS, AttentionCase, AttentionKernel, chosen_name
 
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:

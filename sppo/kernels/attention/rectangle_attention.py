@@ -142,7 +142,7 @@ def joined(parts: Iterable[Rectangle]) -> list[Rectangle]:
 
 @dataclass(frozen=True, slots=True)
 class RectangleAttention:
-    """:class:`sppo.kernels.attention.call.AttentionKernel` over a :class:`RectangleKernel`."""
+    """Back end of attention over a :class:`RectangleKernel`."""
 
     kernel: RectangleKernel
     max_backward_keys: int | None = None
