@@ -87,12 +87,13 @@ def _faults(stored: Mapping[str, StoredTensor], expected: Mapping[str, HfTensor]
         "wrong shape": misshapen,
         f"type not one of {', '.join(STORED_TYPES)}": foreign,
     }
-    return [line for title, names in found.items() for line in _listing(title, names)]
-
-
-def _listing(title: str, names: list[str]) -> list[str]:
-    more = [f"... and {len(names) - _SHOWN_FAULTS} more"] if len(names) > _SHOWN_FAULTS else []
-    return [f"{title}: {one_line(name, most=200)}" for name in [*names[:_SHOWN_FAULTS], *more]]
+    lines = []
+    for title, names in found.items():
+        shown = names[:_SHOWN_FAULTS]
+        if len(names) > _SHOWN_FAULTS:
+            shown.append(f"... and {len(names) - _SHOWN_FAULTS} more")
+        lines += [f"{title}: {one_line(name, most=200)}" for name in shown]
+    return lines
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -162,14 +163,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = one_line(error, most=_REASON_CHARACTERS)
         raise ValueError(f"{index} is no index of weight files: {reason}") from None
-    outside = [name for name in names.values() if not _is_file_name(name)]
-    if outside:
-        raise ValueError(f"{index} names {quoted(outside[0])}, which is not a file beside it")
+    for name in names.values():
+        if not name.isprintable() or Path(name).name != name or len(name) > _NAME_CHARACTERS:
+            raise ValueError(f"{index} names {quoted(name)}, which is not a file beside it")
     return names
-
-
-def _is_file_name(name: str) -> bool:
-    return name.isprintable() and Path(name).name == name and len(name) <= _NAME_CHARACTERS
 
 
 def _headers(path: Path) -> Iterator[StoredTensor]:

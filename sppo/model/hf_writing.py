@@ -167,7 +167,12 @@ def _whole_directory(directory: Path) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            # The rename must not become durable before the contents.
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
         partial.rename(directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -180,15 +185,6 @@ def _whole_directory(directory: Path) -> Iterator[Path]:
             raise full from error
         raise
     sync_directory(directory.parent)
-
-
-def _sync(path: Path) -> None:
-    """Flush ``path`` to the disk: the rename must not become durable before the contents."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -55,14 +55,10 @@ def rotary_frequencies(model: ModelConfig, *, dtype: torch.dtype) -> tuple[Tenso
     return _yarn(frequencies, scaling, theta=model.rope_theta, size=size)
 
 
-def _original_positions(scaling: RopeScaling) -> int:
-    assert scaling.original_max_positions is not None, "RopeScaling checks this"
-    return scaling.original_max_positions
-
-
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return Llama 3.1's frequencies: long wavelengths scaled, short ones kept, a blend between."""
-    original = _original_positions(scaling)
+    original = scaling.original_max_positions
+    assert original is not None, "RopeScaling checks this"
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / frequencies
     blend = (original / wavelength - low) / (high - low)
@@ -78,7 +74,8 @@ def _yarn(
 
     Slow pairs are divided by the scaling factor, fast pairs are kept, with a ramp between.
     """
-    original = _original_positions(scaling)
+    original = scaling.original_max_positions
+    assert original is not None, "RopeScaling checks this"
 
     def pair_of(rotations: float) -> float:
         """Return the index of the pair that turns ``rotations`` times in the original context."""
