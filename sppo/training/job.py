@@ -60,7 +60,7 @@ class Job:
     def alone(cls, run: RunConfig, *, device: Device, console: Console) -> Job:
         """Return the job of a process that trains alone."""
         mesh = alone()
-        progress = RankProgress.create(None)
+        progress = RankProgress(None)
         return cls(run, device, console, mesh, HostCollectives(mesh.groups.world), progress)
 
     @property
@@ -101,7 +101,7 @@ def joined(
         MemoryError: The limit of open files of this process is too low.
         PeerLostError: Another rank did not connect.
     """
-    progress = RankProgress.create(None if environment is None else environment.progress_file)
+    progress = RankProgress(None if environment is None else environment.progress_file)
     with progress.ending():
         shape = mesh_shape(run)
         shape.check(1 if environment is None else environment.world_size)

@@ -32,7 +32,7 @@ def job_of_rank(run, rank, *, device=None):
     """Job of one of the run's ranks, all of them on this machine."""
     shape, device = mesh_shape(run), device or CpuDevice()
     mesh = Mesh(shape, rank=rank, timeout_s=30.0, device=device.group_device)
-    peers, progress = HostCollectives(mesh.groups.world), RankProgress.create(None)
+    peers, progress = HostCollectives(mesh.groups.world), RankProgress(None)
     return Job(run, device, Console(quiet=True), mesh, peers, progress, shape.num_ranks)
 
 

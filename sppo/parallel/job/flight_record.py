@@ -59,23 +59,20 @@ class ProgressNote:
 
 
 class RankProgress:
-    """Writer of one rank's flight record; not thread-safe."""
+    """Writer of one rank's flight record; not thread-safe.
 
-    def __init__(self, descriptor: int | None) -> None:
-        """Write to an open file, if there is one; callers use :meth:`create`."""
-        self._descriptor = descriptor
+    Args:
+        path: File to create, or to continue if it exists; None writes nothing.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._descriptor = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._note = ProgressNote("starting")
         self._has_failed = False
         self.state("starting")
-
-    @classmethod
-    def create(cls, path: Path | None) -> RankProgress:
-        """Create the file at ``path``, or continue an existing one; None writes nothing.
-
-        Raises:
-            OSError: The file cannot be created.
-        """
-        return cls(None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
     def note(
         self, *, step: int, position: int, action: str, num_actions: int | None = None

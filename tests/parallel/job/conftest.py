@@ -19,7 +19,7 @@ from sppo.parallel.job.flight_record import RankProgress
 
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 place = rank_environment(os.environ)
-progress = RankProgress.create(place.progress_file)
+progress = RankProgress(place.progress_file)
 rank = place.rank
 """
 """What stands before the code of a rank; it imports no torch."""

@@ -61,7 +61,7 @@ def path(tmp_path):
 
 
 def test_a_record_comes_back(path):
-    progress = RankProgress.create(path)
+    progress = RankProgress(path)
     note = read_progress(path)
     assert (note.state, note.step) == ("starting", None)
     assert note.place() == "before the first step"
@@ -79,7 +79,7 @@ def test_a_record_comes_back(path):
 
 
 def test_long_messages_are_cut(path):
-    progress = RankProgress.create(path)
+    progress = RankProgress(path)
     progress.note(step=0, position=0, action="é", num_actions=1)
     progress.state("failed", message="m\n" * 5000)
     note = read_progress(path)
@@ -91,7 +91,7 @@ def test_long_messages_are_cut(path):
 
 def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    progress = RankProgress.create(None)
+    progress = RankProgress(None)
     progress.note(step=0, position=0, action="0F0", num_actions=1)
     progress.state("done")
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +110,7 @@ import sys, time
 from pathlib import Path
 from sppo.parallel.job.flight_record import RankProgress
 
-progress = RankProgress.create(Path(sys.argv[1]))
+progress = RankProgress(Path(sys.argv[1]))
 for number in range(10**9):
     progress.note(step=number, position=number, action=str(number % 10) * 40, num_actions=number)
     print(number, flush=True)
@@ -144,7 +144,7 @@ def test_the_last_record_survives_a_kill(path):
     ],
 )
 def test_how_it_ended_is_noted(path, error, state, message):
-    progress = RankProgress.create(path)
+    progress = RankProgress(path)
     with pytest.raises(type(error)), progress.ending():
         raise error
     note = read_progress(path)
@@ -152,7 +152,7 @@ def test_how_it_ended_is_noted(path, error, state, message):
 
 
 def test_a_good_end_is_noted(path):
-    progress = RankProgress.create(path)
+    progress = RankProgress(path)
     with progress.ending():
         progress.note(step=0, position=0, action="0F0", num_actions=1)
     assert read_progress(path).state == "done"
@@ -333,7 +333,7 @@ def test_what_nccl_leaves_is_named():
 
 
 def test_a_failure_that_is_told_again_keeps_its_time_and_gets_its_last_message(path):
-    progress = RankProgress.create(path)
+    progress = RankProgress(path)
     with pytest.raises(ValueError, match="no such"), progress.failing():
         raise ValueError("no such data")
     first = read_progress(path)

@@ -56,7 +56,7 @@ def test_a_failure_is_noted_before_the_device_is_waited_for(
 
     monkeypatch.setattr(Engine, waits, look)
     monkeypatch.setattr(owner, part, fail)
-    job = replace(job_alone(run), progress=RankProgress.create(record))
+    job = replace(job_alone(run), progress=RankProgress(record))
     with pytest.raises(OddError):
         trainer.train(preflight(job))
     assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
@@ -81,7 +81,7 @@ def test_a_device_that_waits_for_another_rank_for_too_long_is_a_lost_rank(ranks,
     )
     assert said == [expected] * 2
     path = work / "record"
-    progress = RankProgress.create(path)
+    progress = RankProgress(path)
     progress.failed(PeerLostError(said[0]))
     assert RankEnd(0, 1, 0.0, False, read_progress(path)).timeout == "timed out after 50000 s"
 
