@@ -2,7 +2,7 @@
 
 A file is written under another name in the same directory, flushed to the disk and then renamed. A
 reader sees the old content or the new content, never a mixture, and a failure leaves the old file
-unchanged. Devices and pipes are refused.
+unchanged. Devices, pipes and the files that this process prints to are refused.
 """
 
 from __future__ import annotations
@@ -187,11 +187,11 @@ def _check_place(option: str, path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Raise OSError if no file can have this name: too long, a link to itself, a device, a pipe."""
+    """Raise OSError if no file can have this name: too long, a link to itself, a device, stdout."""
     with suppress(FileNotFoundError):
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise OSError(errno.EPERM, "not a regular file", str(path))
+        mode, printed = path.stat().st_mode, map(os.path.realpath, ("/dev/stdout", "/dev/stderr"))
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or os.path.realpath(path) in printed:
+            raise OSError(errno.EPERM, "a device, a pipe, or what this command prints", str(path))
 
 
 def _partial_name(target: Path) -> Path:

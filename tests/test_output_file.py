@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,10 +141,18 @@ def test_a_directory_is_not_replaced(tmp_path):
 def test_devices_and_pipes_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/null"), tmp_path / "pipe"):
-        with pytest.raises(OSError, match="not a regular file"):
+        with pytest.raises(OSError, match="a device, a pipe, or what"):
             write_bytes(path, NEW)
-        with pytest.raises(ValueError, match=f"-o {path}: not a regular file; give another name"):
+        with pytest.raises(ValueError, match=f"-o {path}: a device, .* give another name"):
             check_output_files({"-o": path})
+
+
+def test_a_file_that_is_printed_to_is_refused(tmp_path):
+    script = "import sppo.output_file as o; o.write_text('/dev/stdout', 'in its place')"
+    with (tmp_path / "out").open("wb") as out:
+        run = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE)
+    assert b"or what this command prints" in run.stderr
+    assert (tmp_path / "out").read_bytes() == b""
 
 
 # Before the work
