@@ -15,6 +15,8 @@ from operator import itemgetter
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.layer import Workload
+from sppo.cost.live_sets.attention_block_sizes import PREFIX_KEYS
+from sppo.cost.live_sets.gpu_attention_live_sets import CALL_ELEMENTS, SPAN_KEYS
 from sppo.cost.live_sets.layer_live_sets import layer_backward, layer_forward, loss
 from sppo.cost.live_sets.shard_live_sets import ShardSizes, shard_backward, shard_forward
 from sppo.cost.live_sets.tensor_sizes import LiveSet, tensor_sizes
@@ -53,6 +55,16 @@ def working_sets(
         forward = shard_forward(sizes, shard, forward)
         backward = shard_backward(sizes, shard, backward)
     return _largest(forward), _largest(backward)
+
+
+def most_prefix(workload: Workload) -> int:
+    """Return the prefix, in tokens, beyond which working sets are all the same.
+
+    Attention reads a longer prefix in parts that are no larger, and a window no further back.
+    """
+    sizes = tensor_sizes(workload, 1)
+    of_a_call = CALL_ELEMENTS * sizes.element_bytes // sizes.key_row_bytes
+    return max(SPAN_KEYS, PREFIX_KEYS, of_a_call, workload.model.sliding_window or 0)
 
 
 def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:

@@ -6,15 +6,16 @@ A working set is freed when its unit ends, so it is added to the saved tensors h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from sppo.activations.placement import ActivationPlacement
-from sppo.activations.tensor_classes import class_bytes_per_token
+from sppo.activations.tensor_classes import CLASSES, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
-from sppo.cost.live_sets.working_set import loss_working_set, working_sets
+from sppo.cost.live_sets.working_set import loss_working_set, most_prefix, working_sets
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.stage_cost import kinds_of_stages
@@ -57,22 +58,25 @@ def whole_unit_bytes(
             stage's output is not included: the first layer of a backward reads it, and a later
             layer reads another in its place.
     """
-    recomputed = _classes(placement.recomputed[stage] > 0)
-    retained = _classes(placement.retained[stage] == placement.tokens[:, None])
-    forward, backward = np.zeros((2, len(candidate.lengths)))
-    units = zip(candidate.lengths, candidate.prefixes, recomputed, retained, strict=True)
-    for unit, (tokens, prefix, recomputes, retains) in enumerate(units):
-        forward[unit], backward[unit] = running_bytes(
+    recomputed = placement.recomputed[stage] > 0
+    retained = placement.retained[stage] == placement.tokens[:, None]
+    prefixes = np.minimum(candidate.prefixes, most_prefix(candidate.workload))
+    rows = np.column_stack([candidate.lengths, prefixes, recomputed, retained])
+    # Most units of a long sequence are alike.
+    kinds, kind_of_unit = np.unique(rows, axis=0, return_inverse=True)
+    forward, backward = np.zeros((2, len(kinds)))
+    for kind, (tokens, prefix, *classes) in enumerate(kinds.tolist()):
+        forward[kind], backward[kind] = running_bytes(
             candidate,
             tokens=tokens,
             prefix=prefix,
-            recomputed=recomputes,
-            retained=retains,
+            recomputed=_true(classes[: len(CLASSES)]),
+            retained=_true(classes[len(CLASSES) :]),
             layers=layers,
         )
         if candidate.is_last_stage(stage):
-            forward[unit] = max(forward[unit], loss_bytes(candidate.workload, tokens=tokens))
-    return forward, backward
+            forward[kind] = max(forward[kind], loss_bytes(candidate.workload, tokens=tokens))
+    return forward[kind_of_unit], backward[kind_of_unit]
 
 
 def running_bytes(
@@ -119,9 +123,9 @@ def loss_bytes(workload: Workload, *, tokens: int) -> int:
     return loss_working_set(workload, tokens=here)[1]
 
 
-def _classes(which: npt.NDArray[np.bool_]) -> list[frozenset[int]]:
-    """Return the tensor classes that are true for each unit, from [N, 3]."""
-    return [frozenset(index for index, true in enumerate(row) if true) for row in which.tolist()]
+def _true(flags: Sequence[int]) -> frozenset[int]:
+    """Return the tensor classes whose flag is 1."""
+    return frozenset(index for index, flag in enumerate(flags) if flag)
 
 
 def _with_joined(

@@ -179,3 +179,16 @@ def test_an_evaluation_needs_what_is_predicted():
     seen += sum(weight.nbytes for weight in weights.values())
     found = evaluation_bytes(Workload(model, machine()), lengths=lengths)
     assert found == pytest.approx(seen, rel=0.03)
+
+
+@pytest.mark.parametrize("machine", ["h100", "laptop-cpu"])
+@pytest.mark.parametrize("window", [None, 40000])
+def test_longer_prefixes_take_no_more(machine, window):
+    model = ModelConfig(**SHAPES["llama"], num_layers=2, sliding_window=window)
+    workload = Workload(model, PRESETS[machine])
+    most = planned.most_prefix(workload)
+    found = [
+        planned.working_sets(workload, tokens=8192, prefix=prefix, recomputed=frozenset(), layers=2)
+        for prefix in (1024, most, most + 1, 3 * most)
+    ]
+    assert found[1] == found[2] == found[3] != found[0]
