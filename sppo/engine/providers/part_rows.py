@@ -47,6 +47,9 @@ class PartRows(Mapping[str, Tensor]):
         self.dtype, self.device = format_of(rows)
         self._keys = {name: key for key, layout in layouts.items() for name in layout.shapes}
         self._names = names_by_part(self._keys)
+        stay = [] if isinstance(rows, StreamedTensors) else [k for k in layouts if k not in groups]
+        self._resident = {n: v for key in stay for n, v in layouts[key].views(rows[key]).items()}
+        """Parameters that are whole all the time: a view costs the host some microseconds."""
         sharded = {part: self._sharded_keys(part) for part in self._names}
         self.part_bytes = {
             part: sum(layouts[key].padded_elements for key in keys) * self.dtype.itemsize
@@ -61,6 +64,8 @@ class PartRows(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a parameter; compute issued from now on waits for a streamed row."""
+        if name in self._resident:
+            return self._resident[name]
         key = self._keys[name]
         return self._layouts[key].view(self.rows[key], name)
 
@@ -95,8 +100,7 @@ class PartRows(Mapping[str, Tensor]):
         found = {}
         for local, name in self._names[part].items():
             key = self._keys[name]
-            row = whole[key] if key in whole else self.rows[key]
-            found[local] = self._layouts[key].view(row, name)
+            found[local] = self._layouts[key].view(whole[key], name) if key in whole else self[name]
         return found
 
     def are_here(self, part: WeightPart) -> bool:

@@ -123,3 +123,10 @@ def failing(_rank):
 def test_a_use_that_fails_begins_no_reduction(ranks):
     layer = sum(map(prod, layer_shapes(tiny_model(num_layers=3)).values()))
     assert ranks.run(failing, ranks=1) == [2 * layer * 8]
+
+
+def test_parameters_of_rows_that_stay_are_viewed_once():
+    model = tiny_model()
+    layouts = layouts_of(parameter_shapes(model))
+    parameters = PartRows(rows_of(random_weights(model), layouts), layouts, {})
+    assert all(parameters[name] is view for name, view in parameters.items())
