@@ -52,7 +52,8 @@ class RowMessage:
 
     def gather(self, shard: Tensor) -> RowMessage:
         """Start to fill the row with the shards of all ranks; return this message."""
-        self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
+        with peer_errors(f"gathering {self.key}"):
+            self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
         return self
 
     def reduce(self) -> None:

@@ -9,6 +9,8 @@ from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.providers.gathered_weights import GatheredWeights
 from sppo.engine.providers.part_rows import PartRows
+from sppo.parallel import row_messages
+from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.row_messages import RowMessage
 from tests.engine.models import random_sequence, random_weights, tiny_model
 from tests.engine.providers.rows import layouts_of, rows_of
@@ -74,3 +76,18 @@ def test_the_next_part_is_on_its_way_and_one_wanted_again_stays(ranks):
     assert log == ["embed.weight", *map(layer, (0, 1, 2, 1, 0))]
     assert seen[::2] == [("embedding", 2), (0, 3), (1, 4), (2, 4), (2, 5), (1, 6), (0, 6)]
     assert seen[1::2] == [False, False, False, True, False, False, False]
+
+
+def without_peers(rank):
+    gone = RuntimeError("NCCL communicator was aborted on rank 0.")
+    model = tiny_model(num_layers=1)
+    with mock.patch.object(row_messages, "all_gather", side_effect=gone):
+        try:
+            provider(rank, model, random_weights(model)).begin(["embedding"])
+        except PeerLostError as error:
+            return str(error)
+
+
+def test_a_peer_that_is_lost_between_steps(ranks):
+    (said,) = ranks.run(without_peers, ranks=1)
+    assert said.startswith("gathering embed.weight: ")
