@@ -44,6 +44,7 @@ class RowMessage:
     def __init__(self, key: str, layout: FlatRow, group: ProcessGroup, *, whole: Tensor) -> None:
         self.key, self.layout, self.whole, self._group = key, layout, whole, group
         self._work: Any = None
+        self._what = ""
 
     @property
     def size_bytes(self) -> int:
@@ -52,18 +53,19 @@ class RowMessage:
 
     def gather(self, shard: Tensor) -> RowMessage:
         """Start to fill the row with the shards of all ranks; return this message."""
-        with peer_errors(f"gathering {self.key}"):
+        self._what = f"gathering {self.key}"
+        with peer_errors(self._what):
             self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
         return self
 
     def reduce(self) -> None:
         """Start to sum the row over the ranks; afterwards only this rank's interval is defined."""
-        own = self.whole[self.layout.own]
+        self._what, own = f"reducing the gradients of {self.key}", self.whole[self.layout.own]
         self._work = reduce_scatter(own, self.whole, group=self._group, async_op=True)
 
     def wait(self) -> Tensor:
         """Wait until the message is done, and return the row."""
-        with peer_errors(f"waiting for {self.key}"):
+        with peer_errors(self._what):
             self._work.wait()
         return self.whole
 
