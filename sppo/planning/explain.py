@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops, pair_flops
 from sppo.cost.kv import kv_compute_seconds
@@ -199,14 +201,17 @@ def _waits(
 
 
 def _executed_flops(candidate: Candidate) -> tuple[float, float]:
-    """Return the FLOPs of matrix products and of attention in one sequence, as executed.
+    """Return the FLOPs of matrix products and of attention in all subsequences, as executed.
 
     Attention's backward counts the products that it recomputes; recomputed activations are left
     out.
     """
     model, length = candidate.workload.model, sum(candidate.lengths)
+    parts = candidate.sample_parts
+    begins, ends = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
     pairs = sum(
-        causal_pairs(0, length, window=model.window_of(index)) for index in range(model.num_layers)
+        int(causal_pairs(begins, ends, window=model.window_of(index)).sum())
+        for index in range(model.num_layers)
     )
     products = 3.0 * length * (layer_flops(model) * model.num_layers + head_flops(model))
     return products, (1 + FLASH_BACKWARD_RATIO) * pair_flops(model) * pairs

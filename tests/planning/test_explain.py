@@ -10,6 +10,7 @@ from sppo.cost.attention_backend import planned_backend
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_compute_seconds
 from sppo.cost.layer import PART_NAMES, Workload
+from sppo.cost.packed_sequence import PackedSequence
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
@@ -70,9 +71,14 @@ def test_the_parts_of_each_rank_are_the_step(case):
         assert parts["bubble"] == pytest.approx(waits_s, abs=1e-9 * own[rank])
 
 
-def test_on_a_perfect_machine_rates_are_the_peak():
-    evaluated = evaluate_candidate(some_candidate("four stages", hardware=PERFECT))
-    rates = {rate.figure: rate for rate in rates_used(evaluated)}
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_perfect_machine_rates_are_the_peak(packed):
+    candidate = some_candidate("four stages", hardware=PERFECT)
+    if packed:
+        short, length = (64,) * (sum(candidate.lengths) // 128), sum(candidate.lengths) // 2
+        sequences = (PackedSequence((length,), (length,)), PackedSequence(short, (length,)))
+        candidate = candidate.with_packed(sequences)
+    rates = {rate.figure: rate for rate in rates_used(evaluate_candidate(candidate))}
     assert rates["matrix products"].value == pytest.approx(rates["matrix products"].peak, rel=0.01)
     assert rates["attention"].value == pytest.approx(rates["attention"].peak, rel=0.01)
 
