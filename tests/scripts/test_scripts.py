@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,20 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci/run"])
 SOURCED = ROOT / "scripts/environment.sh"
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_scripts_are_well_formed(path):
-    subprocess.run(["bash", "-n", path], check=True)
-    text = path.read_text()
-    assert path.stat().st_mode & stat.S_IXUSR
-    assert path == SOURCED or "\nset -euo pipefail\n" in text
-    # An unquoted $variable breaks at the first directory with a space in its name.
-    for number, line in enumerate(text.splitlines(), start=1):
-        for word in re.findall(r"(?:^|\s)(?:cd|mkdir -p|rm -rf|source|bash)\s+(\S+)", line):
-            assert not word.startswith("$"), f"{path}:{number}: {line}"
 
 
 def environment(tmp_path, *, python, extra=""):
@@ -99,12 +85,6 @@ def test_a_failed_installation_is_tried_again(tmp_path):
         done = environment(tmp_path, python=python)
         assert done.returncode != 0
         assert "installing into" in done.stdout
-
-
-def test_quickstart_names_files_that_there_are():
-    text = (ROOT / "scripts/quickstart.sh").read_text()
-    for name in re.findall(r"\$repository/([\w./-]+)", text):
-        assert (ROOT / name).exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: it would run for minutes")
