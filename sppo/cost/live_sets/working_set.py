@@ -57,14 +57,18 @@ def working_sets(
     return _largest(forward), _largest(backward)
 
 
-def most_prefix(workload: Workload) -> int:
-    """Return the prefix, in tokens, beyond which working sets are all the same.
+def same_prefix(workload: Workload, *, tokens: int, prefix: int) -> int:
+    """Return the shortest prefix with the working sets of `prefix`, if it is a long one.
 
-    Attention reads a longer prefix in parts that are no larger, and a window no further back.
+    Attention reads a long prefix in parts of one size, and a window no further back. Where the keys
+    are too many for one call, the outputs of parts are merged.
     """
     sizes = tensor_sizes(workload, 1)
+    long = max(SPAN_KEYS, PREFIX_KEYS, workload.model.sliding_window or 0)
     of_a_call = CALL_ELEMENTS * sizes.element_bytes // sizes.key_row_bytes
-    return max(SPAN_KEYS, PREFIX_KEYS, of_a_call, workload.model.sliding_window or 0)
+    if prefix <= long:
+        return prefix
+    return long if prefix + tokens <= of_a_call else max(long, of_a_call)
 
 
 def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:

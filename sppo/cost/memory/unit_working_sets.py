@@ -15,7 +15,7 @@ from sppo.activations.tensor_classes import CLASSES, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
-from sppo.cost.live_sets.working_set import loss_working_set, most_prefix, working_sets
+from sppo.cost.live_sets.working_set import loss_working_set, same_prefix, working_sets
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.stage_cost import kinds_of_stages
@@ -60,7 +60,11 @@ def whole_unit_bytes(
     """
     recomputed = placement.recomputed[stage] > 0
     retained = placement.retained[stage] == placement.tokens[:, None]
-    prefixes = np.minimum(candidate.prefixes, most_prefix(candidate.workload))
+    degree = candidate.workload.sequence_parallel_degree
+    prefixes = [
+        same_prefix(candidate.workload, tokens=-(-tokens // degree) * degree, prefix=prefix)
+        for tokens, prefix in zip(candidate.lengths, candidate.prefixes, strict=True)
+    ]
     rows = np.column_stack([candidate.lengths, prefixes, recomputed, retained])
     # Most units of a long sequence are alike.
     kinds, kind_of_unit = np.unique(rows, axis=0, return_inverse=True)

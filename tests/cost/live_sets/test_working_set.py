@@ -186,9 +186,11 @@ def test_an_evaluation_needs_what_is_predicted():
 def test_longer_prefixes_take_no_more(machine, window):
     model = ModelConfig(**SHAPES["llama"], num_layers=2, sliding_window=window)
     workload = Workload(model, PRESETS[machine])
-    most = planned.most_prefix(workload)
-    found = [
-        planned.working_sets(workload, tokens=8192, prefix=prefix, recomputed=frozenset(), layers=2)
-        for prefix in (most, most + 1, 3 * most)
-    ]
-    assert found[0] == found[1] == found[2]
+    for prefix in (17_000, 50_000, 1 << 25):
+        same = planned.same_prefix(workload, tokens=8192, prefix=prefix)
+        assert same < prefix or window == 40_000
+        found = [
+            planned.working_sets(workload, tokens=8192, prefix=p, recomputed=frozenset(), layers=2)
+            for p in (prefix, same)
+        ]
+        assert found[0] == found[1]
