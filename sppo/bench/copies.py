@@ -33,7 +33,7 @@ class CopyPoint:
         back_bytes_per_s: Rate back to the device during copies out.
         spread: Largest difference between the fastest and the slowest round of any of the four
             rates, relative to the rate's median.
-        library: Library that copies to host memory; "" for a disk.
+        package: Python package that copies to host memory; "" for a disk.
     """
 
     request_bytes: int
@@ -42,7 +42,7 @@ class CopyPoint:
     out_bytes_per_s: float
     back_bytes_per_s: float
     spread: float = 0.0
-    library: str = ""
+    package: str = ""
 
 
 @dataclass(frozen=True, slots=True)

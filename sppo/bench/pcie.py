@@ -92,7 +92,7 @@ def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurement
     points: list[CopyPoint] = []
     try:
         with _locked_arena(size_bytes, device) as memory:
-            for (library, copy), size in product(_ways_to_copy().items(), requests):
+            for (package, copy), size in product(_ways_to_copy().items(), requests):
                 copies = _Streams(
                     memory,
                     on_device,
@@ -104,17 +104,17 @@ def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurement
                 copies.run(True, True)  # warm
                 rounds = _QUICK_ROUNDS if quick else _ROUNDS
                 point = measure_point(copies.run, request_bytes=size, rounds=rounds)
-                points.append(replace(point, library=library))
+                points.append(replace(point, package=package))
     except threading.BrokenBarrierError:
         raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s") from None
     of_node = "" if node is None else f" of NUMA node {node.index} of {count_numa_nodes()}"
     where = f"host memory{of_node} and {_cuda.get_device_name(device)}"
-    planned = [point for point in points if point.library == "torch"][-1]
+    planned = [point for point in points if point.package == "torch"][-1]
     return CopyMeasurements("host", where, tuple(points), planned=planned)
 
 
 def _ways_to_copy() -> dict[str, _Copy]:
-    """Return the functions that copy, by library."""
+    """Return the functions that copy, by package."""
 
     def by_torch(target: Tensor, source: Tensor, _: Any) -> object:
         return target.copy_(source, non_blocking=True)

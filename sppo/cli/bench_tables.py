@@ -177,7 +177,7 @@ def copies_screen(found: CopyMeasurements) -> Screen:
         f"both: {back}": lambda point: _giga(point.back_bytes_per_s),
     }
     if found.tier == "host":
-        columns = {"by": lambda point: point.library, **columns}
+        columns = {"by": lambda point: point.package, **columns}
     yield item_table(found.points, columns)
     yield found.where
     planned = found.planned

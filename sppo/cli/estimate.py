@@ -9,7 +9,9 @@ from typing import Any
 
 from sppo.api import estimate as estimate_run
 from sppo.cli.arguments import Json, Overrides, RunFile, load_planned_run
-from sppo.cli.candidate import (
+from sppo.cli.exit_codes import exit_codes
+from sppo.cli.printing import Screen, emit, table
+from sppo.cli.solution.candidate import (
     choices_json,
     hardware_json,
     host_memory_text,
@@ -18,8 +20,6 @@ from sppo.cli.candidate import (
     shortfall_json,
     stages_json,
 )
-from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import Screen, emit, table
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
 from sppo.planning.why_nothing_fits import run_line

@@ -13,10 +13,10 @@ import typer
 
 from sppo.api import steps_to_simulate
 from sppo.cli.arguments import Json, load_planned_run
-from sppo.cli.candidate import host_memory_text
 from sppo.cli.command_group import CommandGroup, key_command
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, emit, item_table, written
+from sppo.cli.solution.candidate import host_memory_text
 from sppo.config.loading import read_keys
 from sppo.config.problems import KEY_PATHS, nearest
 from sppo.config.text_file import read_text_file

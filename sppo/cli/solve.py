@@ -13,9 +13,9 @@ from sppo.api import find_solution, plan_of
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.cli.printing import emit, print_json, working
-from sppo.cli.solve_corpus import CorpusAnswer
-from sppo.cli.solve_report import Answer
-from sppo.cli.solve_stream import StreamAnswer
+from sppo.cli.solution.answer import Answer
+from sppo.cli.solution.corpus import CorpusAnswer
+from sppo.cli.solution.stream import StreamAnswer
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
 from sppo.planning.changes import Change, improvements

@@ -340,7 +340,7 @@ def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, poli
     hybrid = found.pop("hybrid")
     assert hybrid.shortfall is None
     seconds = [one.step_s for one in found.values() if one.shortfall is None]
-    assert hybrid.step_s <= min(seconds) * 1.05
+    assert hybrid.step_s <= min(seconds) * (1.03 if candidate.input_every == 1 else 1.05)
 
 
 @settings(max_examples=examples(8, all=100))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sppo.cli.solve_report import launch_commands
+from sppo.cli.solution.answer import launch_commands
 from sppo.config.yaml_file import format_yaml
 from sppo.planning.changes import Change
 from sppo.planning.plan import read_plan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sppo.activations.tensor_classes import X_IN
-from sppo.cli.candidate import choices_json, policy_text
+from sppo.cli.solution.candidate import choices_json, policy_text
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
 from sppo.output_file import write_json

@@ -14,6 +14,11 @@ ROOT = Path(__file__).parents[2]
 SOURCED = ROOT / "scripts/environment.sh"
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("scripts/*.sh")), ids=lambda path: path.name)
+def test_the_syntax_of_a_script(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
 def environment(tmp_path, *, python, extra=""):
     """``make_environment`` with an interpreter and an environment directory of our own."""
     return subprocess.run(

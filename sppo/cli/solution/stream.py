@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sppo.cli.candidate import choices_json, memory_screen, policy_text, stages_json
 from sppo.cli.printing import Screen
-from sppo.cli.solve_report import DEGREES, Answer, Rows
+from sppo.cli.solution.answer import DEGREES, Answer, Rows
+from sppo.cli.solution.candidate import choices_json, memory_screen, policy_text, stages_json
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.changes import too_long_for
 from sppo.planning.make_plan import predict

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
-from sppo.cli.candidate import choices_json, memory_json, memory_screen, stages_json
 from sppo.cli.printing import Screen
-from sppo.cli.solve_report import DEGREES, Answer, Rows, step_text
+from sppo.cli.solution.answer import DEGREES, Answer, Rows, step_text
+from sppo.cli.solution.candidate import choices_json, memory_json, memory_screen, stages_json
 from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees, fullest_rank
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate

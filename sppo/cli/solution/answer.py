@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from sppo.cli.candidate import hardware_json, shortfall_json
-from sppo.cli.explanation import explanation_json, explanation_screen
 from sppo.cli.printing import Screen, Unbroken, columns, table
+from sppo.cli.solution.candidate import hardware_json, shortfall_json
+from sppo.cli.solution.explanation import explanation_json, explanation_screen
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.changes import Change
 from sppo.planning.corpus.search import CorpusSolution

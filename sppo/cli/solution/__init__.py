@@ -1,0 +1,1 @@
+"""Screens and JSON of a solution: of its candidates, why they are fast, and of all of them."""
