@@ -83,6 +83,7 @@ class WorkerPool:
         """
         if not self._has_threads:
             raise RuntimeError("the pool has no threads any more")
+        assert pieces, "nobody would end the future"
         work = _Work(after, len(pieces))
         for piece in pieces:
             next(self._turns).put((work, piece, self))

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from sppo.config.base import MOST_SAMPLES
 from sppo.data.order import SequenceOrder
 
+_SPARE = 8
+"""One sample is looked at beyond those that a step is expected to have, for so many of them."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
@@ -107,9 +110,6 @@ def _cut(
     skipped = (np.arange(counts.sum()) - np.repeat(first, counts)) * length
     left = np.repeat(lengths, counts) - skipped
     return np.repeat(starts, counts) + skipped, np.minimum(left, length)
-
-
-_SPARE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
