@@ -39,10 +39,10 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Mechanism, Workload
 from sppo.cost.memory.copy_room import with_placement
-from sppo.cost.memory.stage_memory import StageMemory, state_memory
+from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_messages import exchanged_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_parameters, num_parameters
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
@@ -199,12 +199,11 @@ def _chunked_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
 
     Two chunks of K and V are on the device, the others in host memory.
     """
-    units = UnitsInFlight(candidate)
-    states = state_memory(candidate, units=units)
+    states = state_memory(candidate)
     placement = _placement(candidate, method)
     part = min(1.0, CHUNKS_ON_DEVICE / len(candidate.lengths))
     stages = []
-    for stage in with_placement(states, candidate=candidate, placement=placement, units=units):
+    for stage in with_placement(states, candidate=candidate, placement=placement):
         device = replace(
             stage.device,
             kv_bytes=round(stage.device.kv_bytes * part),
@@ -226,9 +225,7 @@ def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
     per_layer = saved * length / workload.sequence_parallel_degree
     exchanged = _exchanged_bytes(candidate, tokens=length)
     stages = []
-    for state, layers in zip(
-        state_memory(candidate, units=UnitsInFlight(candidate)), candidate.stages, strict=True
-    ):
+    for state, layers in zip(state_memory(candidate), candidate.stages, strict=True):
         device = replace(
             state.device,
             kv_bytes=round(kv * (len(layers) if keeps else 1)),
@@ -256,7 +253,7 @@ def _working_bytes(candidate: Candidate, method: Method) -> int:
         workload = replace(workload, model=model.model_copy(update={"mlp_size": width}))
     tiled = replace(candidate, workload=workload)
     running = computing_bytes(tiled, _placement(tiled, method))
-    return round(float(max(running.forward.max(), running.backward.max())))
+    return round(float(running.max()))
 
 
 def _with_inputs_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory:

@@ -28,9 +28,8 @@ from sppo.config.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import PART_NAMES, Workload
-from sppo.cost.memory.stage_memory import state_memory
+from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import stage_costs, stage_parts, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
@@ -221,7 +220,7 @@ def _memory(published: Published) -> dict[str, float]:
     if published.method is not None:
         method = next(one for one in METHODS if one.name == published.method["name"])
         return _method_memory(candidate, replace(method, uses_host=published.method["uses_host"]))
-    own = state_memory(candidate, units=UnitsInFlight(candidate))[0].device
+    own = state_memory(candidate)[0].device
     layers = published.layers_held or len(candidate.stages[0])
     tokens = published.micro_batch * candidate.lengths[0]
     here = tokens / workload.sequence_parallel_degree

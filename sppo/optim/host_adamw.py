@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sppo.config.run import OptimizerConfig
-from sppo.cost.memory.stage_memory import UPDATE_SLOTS
+from sppo.cost.memory.state_memory import UPDATE_SLOTS
 from sppo.offload.lane import Lane
 from sppo.offload.worker_pool import Event, wait_for
 from sppo.optim.adamw import MasterState

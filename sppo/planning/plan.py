@@ -25,8 +25,7 @@ from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.tier_memory import tier_buckets
+from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance, Tier

@@ -9,7 +9,7 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import offloaded_kv_bytes
-from sppo.cost.memory.tier_memory import (
+from sppo.cost.memory.stage_memory import (
     IN_FRONT_OF_DISK,
     OFFLOADED,
     SAVED_IN_BACKGROUND,

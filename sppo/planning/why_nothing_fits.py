@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sppo.config.run import RunConfig
-from sppo.cost.memory.bucket_labels import BUCKETS, bucket_text
-from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.memory.stage_memory import BUCKETS, MemoryBuckets, bucket_label
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.run_hardware import hardware_line, run_hardware
 from sppo.planning.changes import Change, too_long_for, what_would_fit
@@ -112,18 +111,15 @@ def _nearest_lines(nearest: Rejection) -> Iterator[str]:
         f"{format_bytes(shortfall.available_bytes)} are there"
     )
     if shortfall.place != "device":
-        yield f" most of it {bucket_text(shortfall.bucket)}"
+        yield f" most of it {bucket_label(shortfall.bucket)}"
         return
     yield f" {_largest_buckets(evaluate_candidate(candidate).memory[shortfall.rank].device)}"
 
 
 def _largest_buckets(device: MemoryBuckets) -> str:
-    by_size = sorted(BUCKETS, key=lambda bucket: -bucket.bytes_of(device))[:_SHOWN_BUCKETS]
-    return ", ".join(
-        f"{bucket.label} {format_bytes(bucket.bytes_of(device))}"
-        for bucket in by_size
-        if bucket.bytes_of(device)
-    )
+    sizes = [(getattr(device, name), label) for name, (_, label) in BUCKETS.items()]
+    by_size = sorted(sizes, key=lambda sized: -sized[0])[:_SHOWN_BUCKETS]
+    return ", ".join(f"{label} {format_bytes(size)}" for size, label in by_size if size)
 
 
 def rejected_lines(
@@ -163,7 +159,7 @@ def _reason(rejection: Rejection) -> tuple[bool, str]:
         words = _without_figures(rejection.reason).split()
         return True, " ".join("…" if word.strip(",;").isdigit() else word for word in words)
     place = f"{shortfall.place} memory" if shortfall.place != "disk" else "disk space"
-    return False, f"short of {place}, most of it {bucket_text(shortfall.bucket)}"
+    return False, f"short of {place}, most of it {bucket_label(shortfall.bucket)}"
 
 
 def _without_figures(reason: str) -> str:
@@ -186,7 +182,7 @@ def _example(members: Sequence[Rejection]) -> str:
     return (
         f"{'e.g.' if bounded else 'nearest'} {where}: rank "
         f"{shortfall.rank} is short by {bound}{format_bytes(shortfall.short_bytes)} "
-        f"({bucket_text(shortfall.bucket)} {format_bytes(shortfall.bucket_bytes)} of {bound}"
+        f"({bucket_label(shortfall.bucket)} {format_bytes(shortfall.bucket_bytes)} of {bound}"
         f"{format_bytes(shortfall.needed_bytes)} needed, "
         f"{format_bytes(shortfall.available_bytes)} there)"
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import RunConfig
 from sppo.cost.layer import Workload
-from sppo.cost.memory.stage_memory import evaluation_bytes
+from sppo.cost.memory.state_memory import evaluation_bytes
 from sppo.data.run_tokens import open_evaluated
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import Engine

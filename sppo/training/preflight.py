@@ -19,8 +19,8 @@ from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
-from sppo.cost.memory.stage_memory import checkpoint_bytes
-from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
+from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
+from sppo.cost.memory.state_memory import checkpoint_bytes
 from sppo.cost.parameters import num_parameters
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
-from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
+from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.cost.stage_cost import copy_bytes_per_s
 from sppo.data.sample_rows import TrainingData

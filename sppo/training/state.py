@@ -16,7 +16,8 @@ from torch import Tensor
 from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
-from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS, MemoryBuckets
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.memory.state_memory import DISK_UPDATE_ELEMENTS
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.state_tiers import StateTiers
 from sppo.engine.engine import Engine

@@ -9,9 +9,7 @@ from typing import Any
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cli.printing import Screen, table
-from sppo.cost.memory.bucket_labels import BUCKETS
-from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.tier_memory import tier_buckets
+from sppo.cost.memory.stage_memory import BUCKETS, StageMemory, tier_buckets
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, Tier
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -118,10 +116,10 @@ def memory_screen(evaluated: EvaluatedCandidate) -> Screen:
     yield f"memory of one device of each rank; its budget is {format_bytes(budget)}"
     held = list(shown.values())
     rows: list[Sequence[str] | None] = []
-    for bucket in BUCKETS:
-        amounts = [bucket.bytes_of(each.device) for each in held]
+    for name, (letter, label) in BUCKETS.items():
+        amounts = [getattr(each.device, name) for each in held]
         if any(amounts):
-            rows.append([bucket.letter, bucket.label, *map(format_bytes, amounts)])
+            rows.append([letter, label, *map(format_bytes, amounts)])
     rows.append(None)
     rows.append(["", "one device", *(format_bytes(each.device.total_bytes) for each in held)])
     for place in ("host", "disk"):

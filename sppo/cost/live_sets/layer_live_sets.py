@@ -7,7 +7,7 @@ functions return 0 for a GPU).
 
 *Retained* classes (`TensorSizes.retained`), which stay in memory of torch's allocator from forward
 to backward, count as held during the whole forward and backward of their unit
-(:mod:`sppo.cost.memory.units_in_flight`). So the live bytes here are reduced, in a forward by
+(:mod:`sppo.cost.memory.walk`). So the live bytes here are reduced, in a forward by
 tensors that the layer has yet to save, in a backward by tensors that it has already freed.
 
 Legend: C tokens of the subsequence on one device, E hidden, Q = N D query width, K D key width, F

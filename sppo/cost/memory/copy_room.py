@@ -22,10 +22,11 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
-from sppo.cost.memory.stage_memory import StageMemory, bytes_at_peak, of_each_rank
+from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.state_memory import collective_bytes, of_each_rank
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.walk import bytes_at_peak, walk_of
 from sppo.cost.stage_cost import kinds_of_stages, placed_bytes
 from sppo.cost.values_of_ranks import most_of_ranks, of_ranks
 from sppo.schedule.costs import Table
@@ -106,21 +107,17 @@ def _copy_slots(candidate: Candidate, shape: BlockLayout) -> CopySlots:
     )
 
 
-def tier_padding_bytes(candidate: Candidate, *, units: UnitsInFlight) -> Table:
+def tier_padding_bytes(candidate: Candidate) -> Table:
     """Return the upper bound of bytes that alignment adds to offloaded tensors, [stages]."""
     each = block_layout(candidate, stage=0).most_padding_bytes
     blocks = np.array([len(layers) * each for layers in candidate.stages])
     most = max(own.stop - own.start for own in candidate.distinct_sequences)
-    padding: Table = (blocks * units.sequences * most).astype(np.float64)
+    padding: Table = (blocks * walk_of(candidate).sequences_held * most).astype(np.float64)
     return padding
 
 
 def with_placement(
-    states: tuple[StageMemory, ...],
-    *,
-    candidate: Candidate,
-    placement: ActivationPlacement,
-    units: UnitsInFlight,
+    states: tuple[StageMemory, ...], *, candidate: Candidate, placement: ActivationPlacement
 ) -> tuple[StageMemory, ...]:
     """Return the memory of each rank with the saved activations of `placement`.
 
@@ -128,21 +125,20 @@ def with_placement(
         states: Memory of each rank without saved activations.
         candidate: Candidate to price.
         placement: Placement by the activation policy.
-        units: Units in flight of the candidate.
     """
-    activations = units.held(
+    walk = walk_of(candidate)
+    activations = walk.held(
         placed_bytes(placement, "retained", candidate=candidate),
         deferred=weight_operand_bytes(candidate),
     )
     if candidate.keeps_a_stack:
         activations[:] = activations.max(axis=1, keepdims=True)
-    computing, sent = computing_bytes(candidate, placement), units.running(sent_bytes(candidate))
     at_peak = bytes_at_peak(
-        units, activations=activations, computing=units.running(computing), sent=sent
+        candidate,
+        activations=activations,
+        computing=walk.running(computing_bytes(candidate, placement)),
+        sent=walk.running(sent_bytes(candidate)),
     )
-    nothing = np.zeros(1)
-    without = bytes_at_peak(units, activations=nothing, computing=nothing, sent=sent)
-    before = np.array([state.device.communication_bytes for state in states])
     firsts, kinds = kinds_of_stages(candidate, placement)
     rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
     *of_slots, tier = np.array(rooms, dtype=np.int64)[kinds].T
@@ -151,16 +147,14 @@ def with_placement(
     leaving = _sources_waiting(candidate) * (blocks + largest_kv_block(candidate))
     buckets = {
         **at_peak,
-        "communication_bytes": before
-        - without["communication_bytes"]
-        + at_peak["communication_bytes"],
+        "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
         "copies_bytes": slots * blocks,
         "working_bytes": at_peak["working_bytes"] + leaving + joined,
     }
     behind = {
         # Extents in the tier are assigned to whole sequences, stage after stage.
         "tier_activations_bytes": of_ranks(
-            candidate, (tier + kv_tier_bytes(candidate)) * units.sequences
+            candidate, (tier + kv_tier_bytes(candidate)) * walk.sequences_held
         ),
         "staging_bytes": staging * blocks,
     }

@@ -31,10 +31,11 @@ from sppo.cost.memory.copy_room import (
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.messages_held import MessagesHeld
 from sppo.cost.memory.process_growth import code_bytes
-from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
+from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.state_memory import collective_bytes
 from sppo.cost.memory.unit_messages import exchanged_bytes, sent_bytes
 from sppo.cost.memory.unit_working_sets import loss_bytes, running_bytes, whole_unit_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.walk import kv_held
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import Table
@@ -73,15 +74,15 @@ def with_messages_held(
         placement: Placement by the activation policy.
         schedule: Schedule with the programs of a step, with messages.
     """
-    collective, units = collective_bytes(candidate).tolist(), UnitsInFlight(candidate)
+    collective, (kv, gradients) = collective_bytes(candidate).tolist(), kv_held(candidate)
     found = []
     for rank, held in enumerate(memory):
         program = RankProgram(candidate, placement, schedule, rank)
         saved, working, messages = program.peaks(program.messages_held(), counts_loss=True)
         device = held.device
         if not schedule.msp_groups:
-            kv, gradients = units.kv[rank].max(), units.kv_gradients[rank].max()
-            device = replace(device, kv_bytes=round(kv), kv_gradients_bytes=round(gradients))
+            most_kv, most_gradients = round(kv[rank].max()), round(gradients[rank].max())
+            device = replace(device, kv_bytes=most_kv, kv_gradients_bytes=most_gradients)
         device = replace(
             device,
             loss_gradient_bytes=saved - device.activations_bytes,
@@ -213,7 +214,7 @@ class RankProgram:
     def sent(self) -> Table:
         """Return the bytes of messages and exchanges of the unit that runs, as if it ran whole."""
         sent, own = sent_bytes(self._candidate), list(self.own_stages)
-        forward, backward = (table[own].max(axis=0) for table in (sent.forward, sent.backward))
+        forward, backward = sent[:, own].max(axis=1)
         return np.array(
             [
                 (forward if action.kind is ActionKind.F else backward)[action.unit[1]]

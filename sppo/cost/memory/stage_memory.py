@@ -1,44 +1,15 @@
-"""Predicted memory of every device by bucket, and of host memory and disk.
-
-Legend: S tokens of a sequence, C of its longest subsequence, E hidden, F MLP width, K key/value
-heads, D head size, V vocabulary, g sequence-parallel degree.
-"""
+"""Memory of one device of a pipeline rank: bytes on the device by bucket, and in the tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from operator import attrgetter, itemgetter
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
-from sppo.cost.communicators import communicators_bytes
-from sppo.cost.kv import kv_bytes_per_token
-from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set
-from sppo.cost.memory.process_growth import process_growth_bytes
-from sppo.cost.memory.unit_messages import sent_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.parameters import num_parameters
-from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
-from sppo.cost.sharding.stage_parameters import (
-    device_parameters,
-    same_weights_degree,
-    updated_parameters,
-)
-from sppo.cost.sharding.weight_parts import outer_by_copies, rank_parts
-from sppo.cost.values_of_ranks import most_held_of_ranks, of_ranks
-from sppo.schedule.costs import Table
-from sppo.schedule.orders.names import LOOPED
-
-UPDATE_SLOTS = 2
-"""Buckets of an optimizer off the device that have slots at once: one is stepped, one copied."""
-DISK_UPDATE_ELEMENTS = 1 << 19
-"""Parameters of a bucket of an optimizer on a disk: long enough reads at little memory."""
+from sppo.cost.state_tiers import StateTiers
+from sppo.hardware.description import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +57,32 @@ class MemoryBuckets:
     def largest(self) -> str:
         """Name of the largest bucket."""
         sizes = _bucket_bytes_of(self)
-        return _BUCKETS[sizes.index(max(sizes))]
+        return [*BUCKETS][sizes.index(max(sizes))]
 
 
-_BUCKETS = tuple(field.name for field in fields(MemoryBuckets))
-_bucket_bytes_of: Callable[[MemoryBuckets], tuple[int, ...]] = attrgetter(*_BUCKETS)
+BUCKETS: Mapping[str, tuple[str, str]] = {
+    "weights_bytes": ("W", "weights"),
+    "gradients_bytes": ("G", "gradients"),
+    "optimizer_bytes": ("O", "optimizer states"),
+    "kv_bytes": ("K", "K and V"),
+    "kv_gradients_bytes": ("D", "dK and dV"),
+    "activations_bytes": ("A", "saved activations"),
+    "copies_bytes": ("C", "room for copies"),
+    "loss_gradient_bytes": ("L", "gradient of the loss"),
+    "working_bytes": ("R", "running layer"),
+    "communication_bytes": ("M", "messages"),
+    "growth_bytes": ("P", "process growth"),
+    "communicators_bytes": ("N", "NCCL communicators"),
+}
+"""Letter and label in tables of every field of :class:`MemoryBuckets`, in their order."""
+_bucket_bytes_of: Callable[[MemoryBuckets], tuple[int, ...]] = attrgetter(*BUCKETS)
 """Function that returns the bytes of each bucket."""
+
+
+def bucket_label(name: str) -> str:
+    """Return the label of a bucket, named with or without ``_bytes``; unknown names in words."""
+    _, label = BUCKETS.get(f"{name.removesuffix('_bytes')}_bytes", ("", name.replace("_", " ")))
+    return label
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,245 +112,62 @@ class StageMemory:
         return self.tier_weights_bytes + self.tier_gradients_bytes + self.host_optimizer_bytes
 
 
-def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank without saved activations and working sets."""
-    ranks, tiers = candidate.pipeline_parallel_degree, candidate.state
-    element, device = candidate.workload.element_bytes, candidate.workload.hardware.device
-    parameters, updated = (
-        of_ranks(candidate, of_stages(candidate))
-        for of_stages in (device_parameters, updated_parameters)
-    )
-    at_peak = bytes_at_peak(
-        units,
-        activations=np.zeros(1),
-        computing=np.zeros(1),
-        sent=units.running(sent_bytes(candidate)),
-    )
-    weights, gradients = _held_elements(candidate)
-    whole = np.array([rank_parts(candidate, rank=rank).room_elements for rank in range(ranks)])
-    stepped = updated if candidate.zero else parameters
-    kept_weights = (updated if candidate.zero >= 3 else parameters) * element
-    kept_gradients = (updated if candidate.zero >= 2 else parameters) * ACCUMULATION_BYTES
-    masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
-    optimizer = stepped * (2 * ACCUMULATION_BYTES + masters)
-    copied = np.array(checkpoint_bytes(candidate)) * candidate.background_saves
-    last = candidate.rank_of_stage(candidate.num_stages - 1)
-    on_cpu = device.kind == "cpu"
-    buckets = {
-        "weights_bytes": (weights + whole * (candidate.zero >= 3)) * element,
-        "gradients_bytes": (gradients + whole * (candidate.zero >= 2)) * ACCUMULATION_BYTES,
-        "optimizer_bytes": _update_room_bytes(candidate, parameters=stepped)
-        if tiers.offloads_optimizer
-        else optimizer,
-        **at_peak,
-        "copies_bytes": np.zeros(ranks),
-        "loss_gradient_bytes": _loss_gradient_bytes(candidate, units) * (np.arange(ranks) == last),
-        "working_bytes": np.zeros(ranks),
-        "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
-        "growth_bytes": process_growth_bytes(candidate) + copied * on_cpu,
-        "communicators_bytes": np.array(
-            [communicators_bytes(candidate, position=rank) for rank in range(ranks)]
-        ),
-    }
-    in_tiers = {
-        "tier_activations_bytes": np.zeros(ranks),
-        "host_optimizer_bytes": _adamw_bytes(stepped) * tiers.offloads_optimizer,
-        "tier_weights_bytes": kept_weights * tiers.streams_weights,
-        "tier_gradients_bytes": kept_gradients * tiers.streams_gradients,
-        "background_save_bytes": copied * (not on_cpu),
-    }
-    return tuple(
-        StageMemory(MemoryBuckets(**own), **behind)
-        for own, behind in zip(of_each_rank(buckets), of_each_rank(in_tiers), strict=True)
-    )
+OFFLOADED = "offloaded activations"
+IN_FRONT_OF_DISK = "slots in front of the disk"
+SAVED_IN_BACKGROUND = "checkpoint saved in the background"
+"""Names of buckets of :func:`tier_buckets`; the last two are in host memory only."""
 
 
-def of_each_rank(tables: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, int]]:
-    """Yield the values of each rank by name, from tables of all ranks, [ranks] each."""
-    for own in zip(*(table.astype(np.int64).tolist() for table in tables.values()), strict=True):
-        yield dict(zip(tables, own, strict=True))
-
-
-def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
-    """Return the bytes of a checkpoint from each rank: fp32 weights and both moments, [ranks]."""
-    saved: Counts = _adamw_bytes(of_ranks(candidate, _saved_parameters(candidate)))
-    return tuple(saved.tolist())
-
-
-def _saved_parameters(candidate: Candidate) -> Table:
-    """Return the parameters of each stage that one device writes into a checkpoint, [stages].
-
-    A tied embedding that two ranks update is written by the first.
-    """
-    saved = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
-    if candidate.pipeline_parallel_degree > 1:
-        saved[-1] -= _tied_elements(candidate)[candidate.zero > 0]
-    return saved
-
-
-def _adamw_bytes(parameters: Table) -> Counts:
-    """Return the bytes of fp32 weights and both moments."""
-    return (parameters * 3 * ACCUMULATION_BYTES).astype(np.int64)
-
-
-def _update_room_bytes(candidate: Candidate, *, parameters: Table) -> Table:
-    """Return the bytes through which buckets of an optimizer on a disk pass; 0 for other tiers.
-
-    They hold slots for gradients and weights, and masters and moments of the bucket being stepped.
-    """
-    bucket = np.minimum(parameters, DISK_UPDATE_ELEMENTS) * (candidate.state.optimizer == "disk")
-    slot = ACCUMULATION_BYTES + candidate.workload.element_bytes
-    room: Table = bucket * (UPDATE_SLOTS * slot + 3 * ACCUMULATION_BYTES)
-    return room
-
-
-def _held_elements(candidate: Candidate) -> tuple[Table, Table]:
-    """Return the elements of weights and of gradients on the device of each rank, [ranks] each.
-
-    Parts that are gathered or whole only while in use are not included. If one rank has both the
-    first and the last stage, its last stage also needs the weights of a tied embedding, and the
-    embedding's gradient is on the device from the last stage's first forward to the first stage's
-    last backward. In the looped order, the stages on the device are consecutive, except between
-    sequences, when gradients of the first stage leave while those of the last come back.
-    """
-    tiers = candidate.state
-    whole, own = device_parameters(candidate), updated_parameters(candidate)
-    weights = own if candidate.zero >= 3 else whole
-    gradients = own if candidate.zero >= 2 else whole
-    tied, looped = _tied_elements(candidate), candidate.order == LOOPED
-    ends_meet = candidate.pipeline_parallel_degree == 1 and candidate.virtual_stages > 1
-    at_last = np.zeros(len(whole))
-    at_last[-1] = tied[candidate.zero >= 3] * ends_meet
-    at_first = np.zeros(len(whole))
-    at_first[0] = tied[candidate.zero >= 2] * ends_meet
-    held_weights = (
-        most_held_of_ranks(candidate, weights + at_last, consecutive=looped)
-        if tiers.streams_weights
-        else of_ranks(candidate, weights)
-    )
-    held_gradients = (
-        most_held_of_ranks(
-            candidate, gradients - at_first, consecutive=looped and candidate.sequences == 1
-        )
-        + at_first[0]
-        if tiers.streams_gradients
-        else of_ranks(candidate, gradients)
-    )
-    return held_weights, held_gradients
-
-
-def _tied_elements(candidate: Candidate) -> tuple[float, float]:
-    """Return the elements of a tied embedding that a device computes with, and that it updates."""
-    workload = candidate.workload
-    if not workload.model.tie_embeddings:
-        return 0.0, 0.0
-    by_copies = outer_by_copies(workload, workload.model.vocab_size * workload.model.hidden_size)
-    replicas = candidate.data_parallel_degree
-    own = sum(held / (copies * replicas) for copies, held in by_copies.items())
-    return sum(by_copies.values()), own
-
-
-def bytes_at_peak(
-    units: UnitsInFlight, *, activations: Table, computing: Table, sent: Table
-) -> dict[str, Counts]:
-    """Return the bytes of each rank by bucket when it holds most, [ranks] each.
-
-    Saved tensors, K and V and their gradients are those of the moment when most of them are held
-    together. Working set and messages count by as much as they raise the peak. Sequences of equal
-    length leave the buffers of K and V and of their gradients to each other, from step to step, so
-    these are always as large as at their own peaks.
+def tier_buckets(
+    held: StageMemory, place: Literal["host", "disk"], *, activations: Tier, state: StateTiers
+) -> Mapping[str, int]:
+    """Return the bytes in one tier by bucket; each kind of tensor is in a single tier.
 
     Args:
-        units: Units in flight on each rank.
-        activations: Bytes of saved tensors while each action runs, [ranks, actions].
-        computing: Bytes of the working set of each action, [ranks, actions].
-        sent: Bytes of the messages of each action, [ranks, actions].
+        held: Memory of one device.
+        place: Tier of the buckets.
+        activations: Tier of offloaded activations, K and V.
+        state: Tiers of the training state.
     """
-    of_sequences = [units.kv, units.kv_gradients]
-    if not units.candidate.packed:
-        of_sequences = [table.max(axis=1, keepdims=True) for table in of_sequences]
-    held = of_sequences[0] + of_sequences[1] + activations
-    fullest = held.argmax(axis=1)[:, None]
-    kv, gradients = (
-        np.rint(np.take_along_axis(np.broadcast_to(table, held.shape), fullest, axis=1)[:, 0])
-        for table in of_sequences
-    )
-    most, beside, together = (
-        np.rint(table.max(axis=1)) for table in (held, held + computing, held + computing + sent)
-    )
+    has_state = state.tier == place
     buckets = {
-        "kv_bytes": kv,
-        "kv_gradients_bytes": gradients,
-        "activations_bytes": most - kv - gradients,
-        "working_bytes": beside - most,
-        "communication_bytes": together - beside,
+        OFFLOADED: held.tier_activations_bytes * (activations == place),
+        "optimizer states": held.host_optimizer_bytes * has_state,
+        "gradients": held.tier_gradients_bytes * has_state,
+        "weights": held.tier_weights_bytes * has_state,
     }
-    return {name: table.astype(np.int64) for name, table in buckets.items()}
+    if place == "host":
+        buckets[IN_FRONT_OF_DISK] = held.staging_bytes
+        buckets[SAVED_IN_BACKGROUND] = held.background_save_bytes
+    return buckets
 
 
-def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
-    """Return the bytes of a forward-only pass on one device: weights, K and V, working set."""
-    model, longest = workload.model, max(lengths)
-    kv_bytes, _ = kv_bytes_per_token(workload)
-    _, running = max(
-        forward_working_set(workload, tokens=longest),
-        loss_working_set(workload, tokens=longest),
-        key=itemgetter(1),
+def most_tier_bytes(
+    memory: Iterable[StageMemory], place: Literal["host", "disk"], *, candidate: Candidate
+) -> int:
+    """Return the bytes in one tier of the device that uses most of it.
+
+    Args:
+        memory: Memory of one device of each pipeline rank.
+        place: Tier of the bytes.
+        candidate: Candidate that the memory belongs to.
+    """
+    buckets = (
+        tier_buckets(held, place, activations=candidate.tier, state=candidate.state)
+        for held in memory
     )
-    weights = num_parameters(model) * workload.element_bytes
-    return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
+    return max(sum(of_device.values()) for of_device in buckets)
 
 
-def _loss_gradient_bytes(candidate: Candidate, units: UnitsInFlight) -> int:
-    tokens = _most_tokens_on_last_stage(candidate, units)
-    tokens //= candidate.workload.sequence_parallel_degree
-    return tokens * candidate.workload.model.hidden_size * candidate.workload.element_bytes
+def node_host_bytes(memory: Iterable[StageMemory], *, candidate: Candidate) -> int:
+    """Return the bytes of host memory of all devices of one node together; 0 on a CPU.
 
-
-def _most_tokens_on_last_stage(candidate: Candidate, units: UnitsInFlight) -> int:
-    """Return the most tokens whose units the last stage holds at once.
-
-    A single sequence is held whole, as all its forwards precede its backwards there.
+    Args:
+        memory: Memory of one device of each pipeline rank.
+        candidate: Candidate that the memory belongs to.
     """
-    if candidate.sequences == 1 and not candidate.packed:
-        return sum(candidate.lengths)
-    on_last_stage = np.zeros((candidate.num_stages, len(candidate.lengths)))
-    on_last_stage[-1] = candidate.lengths
-    return int(units.peak(on_last_stage)[-1])
-
-
-def collective_bytes(candidate: Candidate) -> Counts:
-    """Return the bytes of buffers of collectives on a device of each rank, [ranks].
-
-    The memory of whole parts is not included. gloo, the back end of CPUs, works on a copy of the
-    tensors that it reduces or gathers.
-    """
-    is_copied = candidate.workload.hardware.device.kind == "cpu"
-    gathered = candidate.workload.element_bytes * (candidate.zero >= 3)
-    reduced = ACCUMULATION_BYTES * (candidate.zero >= 2)
-    ranks = range(candidate.pipeline_parallel_degree)
-    parts = [rank_parts(candidate, rank=rank).most_elements for rank in ranks]
-    in_step = np.array(parts) * (gathered + reduced) * is_copied
-    most = np.maximum(in_step, _bucket_bytes(candidate, is_copied=is_copied))
-    found: Counts = np.rint(most).astype(np.int64)
-    return found
-
-
-def _bucket_bytes(candidate: Candidate, *, is_copied: bool) -> Table:
-    """Return the bytes of buckets at the end of a step, and of shards sent or received, [ranks].
-
-    With ZeRO-0 and 1, buckets of gradients count, the larger ones. With ZeRO-2, only weights are
-    gathered, after the memory of whole gradients is free again; with ZeRO-3, nothing is.
-    """
-    parameters = of_ranks(candidate, device_parameters(candidate))
-    copies = candidate.data_parallel_degree * same_weights_degree(candidate.workload)
-    if copies == 1 or candidate.zero >= 3:
-        return np.zeros_like(parameters)
-    element = ACCUMULATION_BYTES if candidate.zero < 2 else candidate.workload.element_bytes
-    most_elements = REDUCE_BUCKETS * REDUCE_BUCKET_BYTES / ACCUMULATION_BYTES
-    under_way = np.minimum(most_elements, parameters) * element * (1 + 1 / copies + is_copied)
-    ranks = range(candidate.pipeline_parallel_degree)
-    whole = np.array([rank_parts(candidate, rank=rank).room_elements for rank in ranks])
-    free = whole * ACCUMULATION_BYTES * (candidate.zero >= 2)
-    found: Table = np.maximum(0.0, under_way - free)
-    return found
+    hardware = candidate.workload.hardware
+    if hardware.device.kind == "cpu":
+        return 0
+    devices = min(hardware.node.num_devices, candidate.num_devices)
+    return most_tier_bytes(memory, "host", candidate=candidate) * devices

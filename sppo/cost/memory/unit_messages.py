@@ -11,30 +11,26 @@ from __future__ import annotations
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.units_in_flight import Running
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.orders.steps import sequence_groups
 
 
-def sent_bytes(candidate: Candidate) -> Running:
+def sent_bytes(candidate: Candidate) -> Table:
     """Return the bytes of messages, exchanges and waiting units while each unit runs.
 
     Messages go to and from neighbouring stages, exchanges stay in the sequence-parallel group, and
     units wait on a rank between two of its stages.
+
+    Returns:
+        Bytes during the forward, and during the backward of each unit, [2, stages, N].
     """
-    of_unit = _bytes_by_neighbours(candidate)[candidate.neighbours]
-    return Running(of_unit, of_unit) + _waiting_bytes(candidate)
-
-
-def _bytes_by_neighbours(candidate: Candidate) -> Table:
-    """Return the bytes of messages and exchanges of each unit, by neighbours of a stage, [3, N]."""
     workload = candidate.workload
     lengths = np.array(candidate.lengths, dtype=np.float64)
     row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
     sent = lengths // workload.sequence_parallel_degree * row_bytes
-    found: Table = np.arange(3)[:, None] * sent + exchanged_bytes(candidate, lengths)
-    return found
+    of_units = candidate.neighbours[:, None] * sent + exchanged_bytes(candidate, lengths)
+    return of_units + _waiting_bytes(candidate)
 
 
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
@@ -56,8 +52,8 @@ def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
     return exchanged
 
 
-def _waiting_bytes(candidate: Candidate) -> Running:
-    """Return upper bounds of the bytes that wait while a unit runs its F, and its B.
+def _waiting_bytes(candidate: Candidate) -> Table:
+    """Return upper bounds of the bytes that wait during a unit's F, and its B, [2, stages, N].
 
     They assume that all units have arrived, which in a run depends on time. In the looped order no
     activation waits during backwards, and no gradient during forwards; in other orders both may.
@@ -66,18 +62,18 @@ def _waiting_bytes(candidate: Candidate) -> Running:
     counted either: their units have no gradient of the loss yet, and its bucket has room.
     """
     ranks, workload = candidate.pipeline_parallel_degree, candidate.workload
-    forward, backward = np.zeros((2, candidate.num_stages, len(candidate.lengths)))
+    found: Table = np.zeros((2, candidate.num_stages, len(candidate.lengths)))
     is_looped = candidate.order == LOOPED
     if candidate.virtual_stages == 1 or (is_looped and ranks == 1):
-        return Running(forward, backward)
+        return found
     row_bytes = workload.model.hidden_size * workload.element_bytes
     waiting = _waiting_tokens(candidate) * (row_bytes / workload.sequence_parallel_degree)
     if is_looped:
-        forward[::ranks] = waiting
-        return Running(forward, backward)
+        found[0, ::ranks] = waiting
+        return found
     for rank in (0, ranks - 1):
-        forward[rank::ranks] += waiting.max()
-    return Running(forward, forward)
+        found[:, rank::ranks] += waiting.max()
+    return found
 
 
 def _waiting_tokens(candidate: Candidate) -> Table:

@@ -1,7 +1,7 @@
 """Working sets of the forwards and backwards of a candidate's units and MSP shards.
 
-A working set is freed when its unit ends, so it is added to the saved tensors held at that moment
-(:meth:`sppo.cost.memory.units_in_flight.UnitsInFlight.peak`).
+A working set is freed when its unit ends, so it is added to what is held at that moment
+(:func:`sppo.cost.memory.walk.bytes_at_peak`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from sppo.cost.layer import Workload
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefix, working_sets
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
-from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.stage_cost import kinds_of_stages
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 
-def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Running:
-    """Return the working sets of all units, in bytes, [stages, N] each.
+def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Table:
+    """Return the working sets of all forwards, and of all backwards, in bytes, [2, stages, N].
 
     On a GPU they include the tensors that backward joins from parts.
     """
     firsts, kinds = kinds_of_stages(candidate, placement)
     computing = [_computing_of_stage(candidate, placement, stage=stage) for stage in firsts]
-    forward, backward = np.array(computing).swapaxes(0, 1)
-    return Running(forward[kinds], backward[kinds])
+    return np.array(computing)[kinds].swapaxes(0, 1)
 
 
 def _computing_of_stage(

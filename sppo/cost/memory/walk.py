@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_tokens
 from sppo.schedule.costs import Table
 from sppo.schedule.encoding import B, F
 from sppo.schedule.orders.names import LOOPED
@@ -22,24 +23,7 @@ from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_ord
 from sppo.schedule.orders.steps import Indices, sequence_groups
 
 Mask = npt.NDArray[np.bool_]
-
-
-class Spans(NamedTuple):
-    """Sequences on the stages of all ranks, one entry for each stage and sequence, [spans].
-
-    Moments are places in arrays of [ranks, actions], raveled.
-    """
-
-    stages: Indices
-    sequences: Indices
-    first_forward: Indices
-    last_forward: Indices
-    return_begin: Indices
-    """Moment of the backward before which offloaded K and V begin to come back."""
-    first_backward: Indices
-    last_backward: Indices
-    last_action: Indices
-    """Moment of the last backward, or of its weight half if that is deferred."""
+_NOTHING = np.zeros(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,47 +70,164 @@ class Walk:
         return defers * is_weight_half.any()
 
     @cached_property
-    def spans(self) -> Spans:
-        """Sequences on the stages of all ranks, in the order of stages, then of sequences."""
-        is_first, is_last = self.parts == 0, self.parts == self.num_parts[self.sequences] - 1
+    def is_first_part(self) -> Mask:
+        """Whether each action runs the first subsequence of its sequence."""
+        is_first: Mask = self.parts == 0
+        return is_first
+
+    @cached_property
+    def is_last_part(self) -> Mask:
+        """Whether each action runs the last subsequence of its sequence."""
+        is_last: Mask = self.parts == self.num_parts[self.sequences] - 1
+        return is_last
+
+    @cached_property
+    def kv_returns(self) -> tuple[Indices, Indices]:
+        """Last subsequences' backwards, and backwards before which their offloaded K/V come back.
+
+        Both are places in raveled arrays of [ranks, actions].
+        :func:`sppo.schedule.transfers.kv_placement.place_kv` spreads the H2D copies of a sequence
+        over as many backwards of the rank as it has units, directly before its own backwards.
+        """
         owners = (self.stages * len(self.num_parts) + self.sequences).ravel()
-        num_spans = (int(self.stages.max()) + 1) * len(self.num_parts)
-
-        def moments(which: Mask) -> Indices:
-            """Return when the last of such actions runs, of each stage and sequence."""
-            found = np.flatnonzero(which)
-            order = np.argsort(owners[found], kind="stable")
-            return found[order].reshape(num_spans, -1)[:, -1]
-
-        # Forwards of a sequence run from its first subsequence on, backwards from its last.
-        opens, turns = (moments(self.is_forward & at) for at in (is_first, is_last))
-        comes_back, closes = (moments(self.is_backward & at) for at in (is_last, is_first))
-        ends = moments(~self.is_forward & is_first)
-        stages, sequences = np.divmod(owners[opens], len(self.num_parts))
-        # :func:`sppo.schedule.transfers.kv_placement.place_kv` spreads the H2D copies of a sequence
-        # over as many backwards of the rank as it has units, directly before its own backwards.
+        left, back = (
+            found[np.argsort(owners[found], kind="stable")]
+            for found in (
+                np.flatnonzero(self.is_forward & self.is_last_part),
+                np.flatnonzero(self.is_backward & self.is_last_part),
+            )
+        )
         backwards = np.flatnonzero(self.is_backward)
-        possible, end = np.searchsorted(backwards, turns), np.searchsorted(backwards, comes_back)
-        returns = backwards[np.maximum(possible, end - self.num_parts[sequences])]
-        return Spans(stages, sequences, opens, turns, returns, comes_back, closes, ends)
+        possible, end = np.searchsorted(backwards, left), np.searchsorted(backwards, back)
+        spread = self.num_parts[self.sequences.ravel()[back]]
+        return back, backwards[np.maximum(possible, end - spread)]
 
     def of_actions(self, table: Table) -> Table:
         """Return the entry of [stages, subsequences] for the unit of each action."""
         return table.ravel().take(self.keys)
 
-    def during(self, *spans: tuple[Indices, Indices, Table]) -> Table:
-        """Return the bytes that spans hold while each action runs.
+    def held(self, saved: Table, *, deferred: Table | None = None) -> Table:
+        """Return the bytes of units while each action runs, [ranks, actions].
 
         Args:
-            spans: Moments of the first and of the last action of spans, and their bytes.
+            saved: Bytes of a unit from its forward to the end of its backward, [stages, N].
+            deferred: Bytes of a unit from its backward to the end of its weight half if that is
+                deferred, [stages, N].
         """
-        ranks, count = self.stages.shape
-        changes = np.zeros((ranks, count + 1))
-        for first, last, held in spans:
-            np.add.at(changes.ravel(), first + first // count, held)
-            np.subtract.at(changes.ravel(), last + last // count + 1, held)
-        bytes_held: Table = np.cumsum(changes[:, :count], axis=1)
-        return bytes_held
+        change = self.of_actions(saved) * self.begins
+        if deferred is not None and self.defers.any():
+            change += self.of_actions(deferred) * self.defers
+        total = np.cumsum(change, axis=1)
+        # Operands of a weight half are allocated in the backward before the saved tensors of the
+        # unit are freed.
+        held: Table = np.maximum(total, total - change)
+        return held
+
+    def running(self, passes: Table) -> Table:
+        """Return the bytes of the unit that runs during each action, [ranks, actions].
+
+        Args:
+            passes: Bytes of a unit during its forward, and during its backward, [2, stages, N].
+        """
+        forward, backward = map(self.of_actions, passes)
+        return np.where(self.is_forward, forward, backward * self.is_backward)
+
+    def counts(self, weights: Table) -> Counts:
+        """Return how many units of each subsequence are held at the rank's peak, [stages, N].
+
+        Args:
+            weights: Bytes of a unit, by which the peak is found, [stages, N].
+        """
+        fullest = np.cumsum(self.of_actions(weights) * self.begins, axis=1).argmax(axis=1)
+        is_done = np.arange(self.units.shape[1]) <= fullest[:, None]
+        counts = np.zeros(weights.size, dtype=np.int64)
+        np.add.at(counts, self.keys[is_done], self.begins[is_done].astype(np.int64))
+        return counts.reshape(weights.shape)
+
+    @cached_property
+    def sequences_held(self) -> Counts:
+        """Most sequences of which each stage holds units at once, [stages]."""
+        ends = self.is_backward if not self.defers.any() else ~(self.is_forward | self.is_backward)
+        change = self.is_first_part * (self.is_forward.astype(np.int64) - ends)
+        turns = self.stages // len(self.stages)
+        of_turns = [change * (turns == turn) for turn in range(int(turns.max()) + 1)]
+        most: Counts = np.concatenate([np.cumsum(own, axis=1).max(axis=1) for own in of_turns])
+        return most
+
+
+@lru_cache(maxsize=16)
+def kv_held(candidate: Candidate) -> tuple[Table, Table]:
+    """Return the bytes of K and V, and of their gradients, while each action runs.
+
+    K and V of a sequence are held on a stage from the first forward of the sequence to its last
+    backward there, except between forward and backward where they are offloaded or recomputed;
+    their gradients from the first backward to the last. Sequences of equal length leave the buffers
+    to each other, from step to step, so these are always as large as at their own peaks.
+
+    Returns:
+        [ranks, actions] each, or [ranks, 1] if all sequences are cut alike; cached, must not be
+        modified.
+    """
+    walk = walk_of(candidate)
+    tokens = np.array([*map(sum, candidate.sequence_lengths)], dtype=np.float64)[walk.sequences]
+    of_keys, of_gradients = (
+        token_bytes[walk.stages] * tokens for token_bytes in kv_tokens(candidate)
+    )
+    placed = np.array(candidate.kv_of_stages)[walk.stages]
+    turns, closes = walk.is_forward & walk.is_last_part, walk.is_backward & walk.is_first_part
+    opens, comes_back = walk.is_forward & walk.is_first_part, walk.is_backward & walk.is_last_part
+    begins = of_keys * (opens | (comes_back & (placed == "recomputed")))
+    backs, returns = walk.kv_returns
+    is_offloaded = placed.ravel()[backs] == "offloaded"
+    np.add.at(begins.ravel(), returns[is_offloaded], of_keys.ravel()[backs[is_offloaded]])
+    ends = of_keys * (closes | (turns & (placed != "retained")))
+    kv, gradients = (
+        _between(begins, ends),
+        _between(of_gradients * comes_back, of_gradients * closes),
+    )
+    if candidate.packed:
+        return kv, gradients
+    return kv.max(axis=1, keepdims=True), gradients.max(axis=1, keepdims=True)
+
+
+def bytes_at_peak(
+    candidate: Candidate, *, sent: Table, activations: Table = _NOTHING, computing: Table = _NOTHING
+) -> dict[str, Counts]:
+    """Return the bytes of each rank by bucket when it holds most, [ranks] each.
+
+    Saved tensors, K and V and their gradients are those of the moment when most of them are held
+    together. Working set and messages count by as much as they raise the peak.
+
+    Args:
+        candidate: Candidate to price.
+        sent: Bytes of the messages of each action, [ranks, actions].
+        activations: Bytes of saved tensors while each action runs, [ranks, actions].
+        computing: Bytes of the working set of each action, [ranks, actions].
+    """
+    keys, gradients = kv_held(candidate)
+    held = keys + gradients + activations
+    fullest = held.argmax(axis=1)[:, None]
+    kv_bytes, gradient_bytes = (
+        np.rint(np.take_along_axis(np.broadcast_to(table, held.shape), fullest, axis=1)[:, 0])
+        for table in (keys, gradients)
+    )
+    most, beside, together = (
+        np.rint(table.max(axis=1)) for table in (held, held + computing, held + computing + sent)
+    )
+    buckets = {
+        "kv_bytes": kv_bytes,
+        "kv_gradients_bytes": gradient_bytes,
+        "activations_bytes": most - kv_bytes - gradient_bytes,
+        "working_bytes": beside - most,
+        "communication_bytes": together - beside,
+    }
+    return {name: table.astype(np.int64) for name, table in buckets.items()}
+
+
+def _between(begins: Table, ends: Table) -> Table:
+    """Return the bytes held during each action from those that begin before it or end after it."""
+    held: Table = np.cumsum(begins - np.pad(ends, ((0, 0), (1, 0)))[:, :-1], axis=1)
+    return held
 
 
 def walk_of(candidate: Candidate) -> Walk:

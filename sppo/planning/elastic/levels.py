@@ -31,8 +31,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
-from sppo.cost.memory.walk import Walk, walk_of
+from sppo.cost.memory.walk import Walk, kv_held, walk_of
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
@@ -183,10 +182,10 @@ class LevelChoice:
 
         K and V, their gradients, and operands of deferred weight gradients.
         """
-        walk, units = self._walk, UnitsInFlight(self.candidate)
+        walk, (kv, gradients) = self._walk, kv_held(self.candidate)
         operands = walk.of_actions(weight_operand_bytes(self.candidate))
         fixed: Table = np.cumsum(operands * walk.defers, axis=1)
-        fixed += units.kv + units.kv_gradients - operands * np.maximum(0, walk.defers)
+        fixed += kv + gradients - operands * np.maximum(0, walk.defers)
         return fixed
 
     def taken(self, levels: Levels) -> Table:
@@ -363,7 +362,7 @@ class LevelChoice:
 
     def paced(self, level: int) -> LevelChoice:
         """Return the choice with ranks paced so that units fit if all have the same level."""
-        running = Running(self.forward_bytes[level], self.backward_bytes[level])
+        running = np.stack([self.forward_bytes[level], self.backward_bytes[level]])
         paced = pace_forwards(
             self.candidate, held=self.held_bytes[level], running=running, room=self.room
         )
@@ -382,20 +381,20 @@ def level_choice(candidate: Candidate, *, levels: Sequence[Level]) -> LevelChoic
         candidate,
         seconds=seconds,
         in_flight=np.ones((candidate.num_stages, len(candidate.lengths)), dtype=np.int64),
-        units=UnitsInFlight(candidate),
         states=memory_without_activations(candidate),
     )
     inputs = replace(inputs, hidden_bytes=inputs.hidden_bytes * _tier_shares(candidate, inputs))
     placements = tuple(_placed_alike(level, inputs) for level in levels)
     sent = sent_bytes(candidate)
     running = [computing_bytes(candidate, own) + sent for own in placements]
+    forward, backward = np.stack(running, axis=1)
     held = [placed_bytes(own, "retained", candidate=candidate) for own in placements]
     return LevelChoice(
         candidate,
         placements,
         held_bytes=np.stack(held),
-        forward_bytes=np.stack([own.forward for own in running]),
-        backward_bytes=np.stack([own.backward for own in running]),
+        forward_bytes=forward,
+        backward_bytes=backward,
         added=_seconds_added(candidate, seconds, placements),
     )
 

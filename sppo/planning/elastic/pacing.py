@@ -20,7 +20,6 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_tokens
-from sppo.cost.memory.units_in_flight import Running
 from sppo.schedule.costs import Table
 from sppo.schedule.encoding import B, F
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
@@ -42,7 +41,7 @@ def can_be_paced(candidate: Candidate) -> bool:
 
 
 def pace_forwards(
-    candidate: Candidate, *, held: Table, running: Running, room: Table
+    candidate: Candidate, *, held: Table, running: Table, room: Table
 ) -> ForwardsBeforeBackward:
     """Return the number of forwards that each rank begins before each backward, limited by memory.
 
@@ -52,7 +51,7 @@ def pace_forwards(
     Args:
         candidate: Candidate that can be paced.
         held: Bytes of a unit from its forward to the end of its backward, [stages, units].
-        running: Bytes of a unit while it runs.
+        running: Bytes of a unit during its forward, and its backward, [2, stages, units].
         room: Bytes available for units, their K and V, and the gradients of K and V, [ranks].
     """
     codes, _ = encoded_orders(
@@ -60,6 +59,7 @@ def pace_forwards(
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
     )
+    forward, backward = running
     spans = candidate.distinct_sequences
     needed = np.concatenate([np.full(own.stop - own.start, own.stop) for own in spans])
     backwards = np.concatenate([np.arange(own.start, own.stop)[::-1] for own in spans])
@@ -69,12 +69,12 @@ def pace_forwards(
         if paced:
             before = np.array(paced[-1])
             most = np.minimum(most, np.where(before < len(needed), before - 1, before))
-        beside = running.backward[rank][backwards] + own.gradients
+        beside = backward[rank][backwards] + own.gradients
         fitting = np.searchsorted(own.taken, room[rank] - beside + own.freed, side="right") - 1
         # Units that have begun also take memory during later backwards.
         until = np.minimum(most, np.maximum(needed, fitting))
         until = np.minimum.accumulate(until[::-1])[::-1]
-        spare = room[rank] - own.taken[1:] - running.forward[rank]
+        spare = room[rank] - own.taken[1:] - forward[rank]
         paced.append((*_begun(until, needed, spare=spare, freed=own.freed),))
     return tuple(paced)
 

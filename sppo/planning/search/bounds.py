@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.stage_memory import StageMemory, state_memory
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.search.candidate_checks import kv_choices
@@ -62,4 +62,4 @@ def least_shortfall(candidate: Candidate) -> Shortfall | None:
 @lru_cache(maxsize=512)
 def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
     """Return the memory of each rank without saved activations and working sets; cached."""
-    return state_memory(candidate, units=UnitsInFlight(candidate))
+    return state_memory(candidate)

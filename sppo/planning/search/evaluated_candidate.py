@@ -9,8 +9,7 @@ from functools import cached_property
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.program_memory import holds_messages, with_messages_held, with_msp
-from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
+from sppo.cost.memory.stage_memory import StageMemory, most_tier_bytes, node_host_bytes
 from sppo.cost.stage_cost import StageSeconds, stage_costs
 from sppo.cost.step_time import StepTime, step_times
 from sppo.planning.search.choices import Degrees

@@ -12,7 +12,7 @@ from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.walk import walk_of
 from sppo.cost.stage_cost import StageSeconds, stage_seconds
 from sppo.planning.search.bounds import may_fit, memory_without_activations
 from sppo.planning.search.candidate_checks import (
@@ -60,16 +60,14 @@ def evaluate_candidate(
 
 def _with_whole_units(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
     """Place the activations of a candidate whose ranks run their own units whole."""
-    units = UnitsInFlight(candidate)
     states = memory_without_activations(candidate)
     inputs = policy_inputs(
         candidate,
         seconds=seconds,
-        in_flight=_most_tokens_in_flight(candidate, units),
-        units=units,
+        in_flight=_most_tokens_in_flight(candidate),
         states=states,
     )
-    evaluate = partial(_with_memory, candidate, seconds, states=states, units=units)
+    evaluate = partial(_with_memory, candidate, seconds, states=states)
     return place(candidate, seconds=seconds, inputs=inputs, evaluate=evaluate)
 
 
@@ -142,7 +140,6 @@ def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> 
         stage_seconds(candidate),
         placement,
         states=memory_without_activations(candidate),
-        units=UnitsInFlight(candidate),
     )
     return with_program(found) if candidate.schedule == "sppo_msp" else found
 
@@ -153,15 +150,14 @@ def _with_memory(
     placement: ActivationPlacement,
     *,
     states: tuple[StageMemory, ...],
-    units: UnitsInFlight,
 ) -> EvaluatedCandidate:
     """Return a candidate with a placement, and its memory if ranks run their own units whole."""
-    memory = with_placement(states, candidate=candidate, placement=placement, units=units)
+    memory = with_placement(states, candidate=candidate, placement=placement)
     shortfall = find_shortfall(candidate, memory)
     return EvaluatedCandidate(candidate, seconds, placement, memory, shortfall)
 
 
-def _most_tokens_in_flight(candidate: Candidate, units: UnitsInFlight) -> Counts:
+def _most_tokens_in_flight(candidate: Candidate) -> Counts:
     """Return how often each unit is held when a rank holds most tokens, at least 1, [stages, N].
 
     A unit that is not held at that moment is held at another. Each unit of a single sequence, or
@@ -171,4 +167,4 @@ def _most_tokens_in_flight(candidate: Candidate, units: UnitsInFlight) -> Counts
     if candidate.sequences == 1:
         return np.ones(shape, dtype=np.int64)
     tokens = np.broadcast_to(np.array(candidate.lengths, dtype=np.float64), shape)
-    return np.maximum(units.counts(tokens), 1)
+    return np.maximum(walk_of(candidate).counts(tokens), 1)

@@ -11,9 +11,8 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes
 from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes
-from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.tier_memory import tier_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
+from sppo.cost.memory.walk import walk_of
 from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, row_bytes_of, shared_input_bytes_of
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.schedule.costs import Table
@@ -24,7 +23,6 @@ def policy_inputs(
     *,
     seconds: StageSeconds,
     in_flight: Counts,
-    units: UnitsInFlight,
     states: tuple[StageMemory, ...],
 ) -> PolicyInputs:
     """Return the inputs of a candidate's activation policy.
@@ -37,7 +35,6 @@ def policy_inputs(
         seconds: Seconds of the candidate's units, with everything retained.
         in_flight: Number of sequences whose unit is held at the worst moment, [stages,
             subsequences].
-        units: Units in flight on each rank.
         states: Memory of each rank without saved activations.
     """
     count = len(candidate.lengths)
@@ -50,8 +47,8 @@ def policy_inputs(
     out, back = copy_bytes_per_s(candidate)
     offloads = _may_offload(candidate)
     tier_room = tier_room_bytes(candidate, states)
-    in_tier = tier_padding_bytes(candidate, units=units)
-    in_tier = in_tier + kv_tier_bytes(candidate) * units.sequences
+    sequences = walk_of(candidate).sequences_held
+    in_tier = tier_padding_bytes(candidate) + kv_tier_bytes(candidate) * sequences
     hidden = np.minimum(forward * out, backward * back) - kv_offload_bytes(candidate)
     if not offloads.any():
         out = back = 0.0
@@ -60,7 +57,7 @@ def policy_inputs(
         row_bytes=row_bytes_of(candidate),
         shared_input_bytes=shared_input_bytes_of(candidate),
         in_flight=in_flight,
-        sequences=units.sequences,
+        sequences=sequences,
         next_forward_s=forward,
         hidden_bytes=np.maximum(0.0, hidden),
         linear_recompute_s=seconds.linear_recompute[:, :count],
@@ -91,7 +88,10 @@ def tier_room_bytes(candidate: Candidate, states: tuple[StageMemory, ...]) -> Ta
     if tier == "device":
         return np.zeros(len(states))
     room = hardware.host_bytes_per_device if tier == "host" else hardware.disk_bytes_per_device
-    taken = [tier_bytes(state, tier, activations=tier, state=candidate.state) for state in states]
+    buckets = [
+        tier_buckets(state, tier, activations=tier, state=candidate.state) for state in states
+    ]
+    taken = [sum(own.values()) for own in buckets]
     return room - np.array(taken, dtype=np.float64)
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.tier_memory import tier_buckets
+from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.units import format_bytes
 
 

@@ -19,7 +19,7 @@ from sppo.cost.live_sets import (
     tensor_sizes,
 )
 from sppo.cost.live_sets import working_set as planned
-from sppo.cost.memory.stage_memory import evaluation_bytes
+from sppo.cost.memory.state_memory import evaluation_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.msp import gradients as msp_gradients
 from sppo.engine.pipeline import Pipeline

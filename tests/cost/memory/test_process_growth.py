@@ -16,8 +16,8 @@ from sppo.cost.memory.process_growth import (
     STEPS_BYTES,
     TOKEN_BYTES,
 )
-from sppo.cost.memory.stage_memory import checkpoint_bytes
-from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
+from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
+from sppo.cost.memory.state_memory import checkpoint_bytes
 from sppo.cost.parameters import num_parameters
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.deferred_weights import weight_operand_bytes
-from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.planning.elastic.levels import LEVELS, level_choice
 from sppo.planning.elastic.pacing import can_be_paced
@@ -90,7 +89,8 @@ def chosen(tables, levels):
 
 def choice_peaks(choice, levels, schedule=None):
     """Most bytes of each rank under levels of units, [stages, units]."""
-    running = Running(chosen(choice.forward_bytes, levels), chosen(choice.backward_bytes, levels))
+    tables = (choice.forward_bytes, choice.backward_bytes)
+    running = [chosen(table, levels) for table in tables]
     return walked_peaks(choice.candidate, chosen(choice.held_bytes, levels), running, schedule)
 
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.deferred_weights import weight_operand_bytes
-from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
+from sppo.cost.memory.walk import kv_held, walk_of
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.planning.elastic.levels import (
     LEVELS,
@@ -156,7 +156,7 @@ def test_what_paced_ranks_hold_is_what_their_program_does(candidate, seed):
     )
     validate(schedule)
     held = np.random.default_rng(seed).random((candidate.num_stages, len(candidate.lengths)))
-    peaks = UnitsInFlight(candidate).peak(held)
+    peaks = walk_of(candidate).held(held).max(axis=1)
     assert peaks == pytest.approx(walked(schedule, held))
 
 
@@ -171,11 +171,10 @@ def test_ranks_begin_as_much_as_there_is_room_for(candidate, seed, share):
     held, forward, backward = np.random.default_rng(seed).random(
         (3, candidate.num_stages, len(candidate.lengths))
     )
-    units = UnitsInFlight(candidate)
-    size = (units.kv + units.kv_gradients)[0].max()
+    size = sum(kv_held(candidate))[0].max()
     # A backward forms the operands that its weight half waits with.
     backward = 0.1 * size * backward + weight_operand_bytes(candidate)
-    held, running = held * size, Running(0.1 * size * forward, backward)
+    held, running = held * size, np.stack([0.1 * size * forward, backward])
     least = (least_forwards(lengths),) * ranks
     most = most_forwards(candidate.schedule, num_ranks=ranks, lengths=lengths)
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.kv import kv_tokens
-from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
+from sppo.cost.memory.walk import kv_held, walk_of
 from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner
 from sppo.planning.search.candidates import candidate_of, workload_of
@@ -132,23 +132,25 @@ def test_units_in_flight_are_those_of_the_program(candidate, seed):
         lengths=candidate.sequence_lengths,
     )
     held, operands, forward, backward = np.random.default_rng(seed).random((4, stages, count))
-    units = UnitsInFlight(candidate)
+    walk = walk_of(candidate)
     most = walked(schedule, held)
-    assert units.peak(held) == pytest.approx(most)
-    counted = (units.counts(held) * held).sum(axis=1)
+    assert walk.held(held).max(axis=1) == pytest.approx(most)
+    counted = (walk.counts(held) * held).sum(axis=1)
     assert counted.reshape(-1, ranks).sum(axis=0) == pytest.approx(most)
-    assert units.peak(held, deferred=operands) == pytest.approx(walked(schedule, held, operands))
-    beside = units.held(held, deferred=operands) + units.running(Running(forward, backward))
+    assert walk.held(held, deferred=operands).max(axis=1) == pytest.approx(
+        walked(schedule, held, operands)
+    )
+    beside = walk.held(held, deferred=operands) + walk.running(np.stack([forward, backward]))
     assert beside.max(axis=1) == pytest.approx(
         walked(schedule, held, operands, running=(forward, backward))
     )
-    assert units.sequences.tolist() == [
+    assert walk.sequences_held.tolist() == [
         sequences_in_flight(a for a in schedule.programs[stage % ranks] if a.stage == stage)
         for stage in range(stages)
     ]
     token_bytes, _ = kv_tokens(candidate)
     kv = [walked_kv(program, token_bytes, candidate) for program in schedule.programs]
-    assert units.kv.max(axis=1) == pytest.approx(kv)
+    assert kv_held(candidate)[0].max(axis=1) == pytest.approx(kv)
 
 
 def walked(schedule, weights, operands=None, *, running=None):

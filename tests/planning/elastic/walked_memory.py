@@ -8,7 +8,6 @@ from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generate import generate
@@ -60,7 +59,7 @@ def _bytes_at_actions(candidate, program, held, running):
     for action in actions:
         left[action.stage, action.sequence] += action.kind is ActionKind.B
         forwards[action.stage, action.sequence] += action.kind is ActionKind.F
-    units, waiting, keys, gradients = {}, {}, {}, {}
+    (forward, backward), units, waiting, keys, gradients = running, {}, {}, {}, {}
     for action in actions:
         owner = action.stage, action.sequence
         if _returns_kv(action):
@@ -71,10 +70,10 @@ def _bytes_at_actions(candidate, program, held, running):
         if action.kind is ActionKind.F:
             units[unit] = held[unit]
             keys[owner] = kv_bytes[action.stage] * tokens[action.sequence]
-            beside = running.forward[unit]
+            beside = forward[unit]
         elif action.kind is ActionKind.B:
             gradients[owner] = gradient_bytes[action.stage] * tokens[action.sequence]
-            beside = running.backward[unit]
+            beside = backward[unit]
         yield sum(map(_total, (units, waiting, keys, gradients))) + beside
         left[owner] -= action.kind is ActionKind.B
         forwards[owner] -= action.kind is ActionKind.F
@@ -114,8 +113,7 @@ def walked_device_bytes(evaluated, schedule=None):
     candidate, placement = evaluated.candidate, evaluated.placement
     held = placed_bytes(placement, "retained", candidate=candidate)
     computing, sent = computing_bytes(candidate, placement), sent_bytes(candidate)
-    both = Running(computing.forward + sent.forward, computing.backward + sent.backward)
-    peaks = walked_peaks(candidate, held, both, schedule)
+    peaks = walked_peaks(candidate, held, computing + sent, schedule)
     return [
         peak + _steady_bytes(rank.device)
         for peak, rank in zip(peaks, evaluated.memory, strict=True)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sppo.activations.tensor_classes import X_IN
-from sppo.cost.memory.stage_memory import state_memory
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
@@ -106,7 +105,7 @@ def candidate(tiers, *, virtual=4, tied=False, zero=1, degrees=(1, 1, 1)):
 
 def held(tiers, **how):
     one = candidate(tiers, **how)
-    return state_memory(one, units=UnitsInFlight(one))[0]
+    return state_memory(one)[0]
 
 
 def test_what_leaves_is_behind_the_device_and_two_stages_are_on_it():
@@ -207,13 +206,13 @@ def test_the_best_number_of_subsequences_is_taken_where_one_stage_does_not_fit()
 def test_masters_are_in_the_tier_whatever_the_weights_are(dtype):
     one = candidate(HOST)
     one = replace(one, workload=replace(one.workload, dtype=dtype))
-    behind = state_memory(one, units=UnitsInFlight(one))[0]
+    behind = state_memory(one)[0]
     assert behind.host_optimizer_bytes == 12 * held(ON_DEVICE).device.weights_bytes // 2
 
 
 def test_between_sequences_the_first_and_the_last_stage_meet():
     one = replace(candidate(LADDER[3]), sequences=2)
-    two = state_memory(one, units=UnitsInFlight(one))[0].device
+    two = state_memory(one)[0].device
     alone = held(LADDER[3]).device
     assert two.weights_bytes == alone.weights_bytes
     assert two.gradients_bytes == alone.gradients_bytes + 4 * 1000 * 64

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sppo.config import load_run
-from sppo.cost.memory.stage_memory import checkpoint_bytes
+from sppo.cost.memory.state_memory import checkpoint_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.stage import Stage
 from sppo.engine.trace import CudaStopwatch, Trace
