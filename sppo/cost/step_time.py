@@ -29,166 +29,125 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo.hardware.rates import Floats
-from sppo.schedule.costs import Costs, Link, Table
+from sppo.schedule.costs import CopyEngines, Costs, Link, Table
 from sppo.schedule.orders.steps import sequence_groups
-
-Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step, divided into consecutive parts.
+    """Seconds of one step.
 
     Attributes:
-        forward_s: Time until the last unit has left the last stage; if several sequences overlap,
-            the time attributed to forwards.
-        backward_s: Time from the end of the forwards to the end of the last backward.
+        step_s: Time of the whole step.
         update_s: Time from the last backward until gradients are reduced and all optimizers have
             stepped.
         exposed_copy_s: Time that compute waits for copies.
-        busy_s: Compute seconds of all stages together.
     """
 
-    forward_s: float
-    backward_s: float
+    step_s: float
     update_s: float
     exposed_copy_s: float
-    busy_s: float
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the whole step."""
-        return self.forward_s + self.backward_s + self.update_s + self.exposed_copy_s
-
-
-def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = None) -> StepTime:
-    """Return the time of a step of an SPPO-like schedule with one stage per rank, or looped order.
-
-    Args:
-        costs: Costs of every stage and unit.
-        num_sequences: Sequences of the step, all cut alike.
-        looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
-    """
-    return step_times([costs], num_sequences=num_sequences, looped_ranks=looped_ranks)[0]
 
 
 def step_times(
     costs: Sequence[Costs], *, num_sequences: int, looped_ranks: int | None = None
 ) -> list[StepTime]:
-    """Return :func:`step_time` of steps that differ in the placement of activations alone."""
-    first = costs[0]
+    """Return the times of steps that differ in the placement of activations alone.
+
+    The schedule is an SPPO-like one with one stage per rank, or the looped order.
+
+    Args:
+        costs: Costs of every stage and unit, for each step.
+        num_sequences: Sequences of the step, all cut alike.
+        looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
+    """
+    first, ranks = costs[0], looped_ranks or costs[0].num_stages
+
+    def seconds(forward: Table, backward: Table) -> tuple[Floats, Floats]:
+        if looped_ranks is None and num_sequences > 1:
+            return _overlapped(forward, backward, costs=first)
+        return _looped(forward, backward, costs=first, num_sequences=num_sequences, num_ranks=ranks)
+
     forward = np.stack([one.forward_s for one in costs])
-    backward = np.stack([one.backward_s for one in costs])
-    backward = backward + first.weight_s + first.kv_recompute_s
-    waiting, slowed = _beside_copies(
-        forward,
-        backward,
-        costs=costs,
-        num_sequences=num_sequences,
-        num_ranks=looped_ranks or first.num_stages,
-    )
-    both = np.concatenate([forward, slowed[0]]), np.concatenate([backward, slowed[1]])
-    if looped_ranks is None and num_sequences > 1:
-        forward_s, backward_s, update_s = _overlapped(*both, costs=first)
-    else:
-        ranks = looped_ranks or first.num_stages
-        forward_s, backward_s, update_s = _looped(
-            *both, costs=first, num_sequences=num_sequences, num_ranks=ranks
+    backward = np.stack([one.backward_s + first.weight_s + first.kv_recompute_s for one in costs])
+    # K and V come back during the backward of the following stage, which takes about as long.
+    copied = np.stack([one.offload_bytes + first.kv_offload_bytes for one in costs])
+    work_s, update_s = seconds(forward, backward)
+    step_s = slowed_s = work_s + update_s
+    if copied.any():
+        by_sequence = (*forward.shape[:2], num_sequences, -1)
+        slowed = _beside_copies(
+            *(table.reshape(by_sequence) for table in (forward, backward, copied)),
+            engines=first.copies,
+            num_ranks=ranks,
         )
-    whole_s, exposed_s = forward_s + backward_s + update_s, np.zeros(len(costs))
-    exposed_s[waiting] = np.maximum(0.0, whole_s[len(costs) :] - whole_s[waiting])
-    return [
-        StepTime(
-            float(forward_s[step]),
-            float(backward_s[step]),
-            float(update_s[step]),
-            exposed_copy_s=float(exposed_s[step]),
-            busy_s=float(forward[step].sum() + backward[step].sum()),
-        )
-        for step in range(len(costs))
-    ]
+        until_update_s, rest_s = seconds(*(table.reshape(forward.shape) for table in slowed))
+        slowed_s = until_update_s + rest_s
+    exposed_s = np.maximum(0.0, slowed_s - step_s)
+    rows = zip(*map(np.ndarray.tolist, (step_s + exposed_s, update_s, exposed_s)), strict=True)
+    return [StepTime(*row) for row in rows]
 
 
 def _beside_copies(
-    forward: Table,
-    backward: Table,
-    *,
-    costs: Sequence[Costs],
-    num_sequences: int,
-    num_ranks: int,
-) -> tuple[Indices, tuple[Table, Table]]:
-    """Return which steps wait for copies, and the seconds of their units or of longer copies.
+    forward: Table, backward: Table, copied: Table, *, engines: CopyEngines, num_ranks: int
+) -> tuple[Table, Table]:
+    """Return the seconds of forwards and backwards, or of the overlapping copy if it is longer.
 
     The D2H copy of a unit overlaps the next forward, its H2D copy the backward before its own. No
     forward follows the last unit of a sequence on a rank: both of its copies count in full, before
     its backward. A sequence passes all stages of a rank, one after another.
 
-    Returns:
-        Indices of the steps, [m], and the seconds of their forwards and of their backwards, or of
-        the overlapping copy if longer, [m, stages, units] each.
+    Args:
+        forward: Seconds of forwards in n steps, [n, stages, sequences, units of a sequence].
+        backward: Seconds of both halves of backwards, like `forward`.
+        copied: Bytes that each unit offloads, like `forward`.
+        engines: Copy engines.
+        num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
     """
-    first = costs[0]
-    # K and V come back during the backward of the following stage, which takes about as long.
-    copied = [one.offload_bytes + first.kv_offload_bytes for one in costs]
-    copying = [step for step, table in enumerate(copied) if table.any()]
-    if not copying:
-        return np.zeros(0, dtype=np.intp), (forward[:0], backward[:0])
-    count, num_virtual = first.num_units // num_sequences, first.num_stages // num_ranks
+    out, back = copied / engines.d2h_bytes_per_s, copied / engines.h2d_bytes_per_s
 
-    def by_sequence(table: Table) -> Table:
-        """Return a copy of the table as [m, ranks, sequences, units of all stages of a rank]."""
-        stages = table.reshape(-1, num_virtual, num_ranks, num_sequences, count)
-        ranks = stages.transpose(0, 2, 3, 1, 4)
-        return ranks.reshape(-1, num_ranks, num_sequences, num_virtual * count).copy()
+    def preceding(table: Table) -> Table:
+        """Return the value of the unit that precedes each unit of a sequence on its rank, or 0."""
+        found = np.zeros_like(table)
+        found[..., 1:] = table[..., :-1]
+        found[:, num_ranks:, :, 0] = table[:, :-num_ranks, :, -1]
+        return found
 
-    def by_stage(table: Table) -> Table:
-        ranks = table.reshape(-1, num_ranks, num_sequences, num_virtual, count)
-        return ranks.transpose(0, 3, 1, 2, 4).reshape(-1, *forward.shape[1:])
-
-    offloaded = by_sequence(np.stack([copied[step] for step in copying]))
-    out, back = offloaded / first.copies.d2h_bytes_per_s, offloaded / first.copies.h2d_bytes_per_s
-    own_forward, own_backward = by_sequence(forward[copying]), by_sequence(backward[copying])
-    slow_forward, slow_backward = own_forward.copy(), own_backward.copy()
-    slow_forward[..., 1:] = np.maximum(slow_forward[..., 1:], out[..., :-1])
-    slow_backward[..., 1:] = np.maximum(slow_backward[..., 1:], back[..., :-1])
-    slow_backward[..., -1] += out[..., -1] + back[..., -1]
-    differs = (slow_forward != own_forward) | (slow_backward != own_backward)
-    waits = differs.any(axis=(1, 2, 3))
-    waiting: Indices = np.array(copying, dtype=np.intp)[waits]
-    return waiting, (by_stage(slow_forward[waits]), by_stage(slow_backward[waits]))
+    slow_forward = np.maximum(forward, preceding(out))
+    slow_backward = np.maximum(backward, preceding(back))
+    slow_backward[:, -num_ranks:, :, -1] += (out + back)[:, -num_ranks:, :, -1]
+    return slow_forward, slow_backward
 
 
-def _overlapped(forward: Table, backward: Table, *, costs: Costs) -> tuple[Floats, Floats, Floats]:
-    """Return the parts of the longest way through one stage, for sequences that overlap, [n].
+def _overlapped(forward: Table, backward: Table, *, costs: Costs) -> tuple[Floats, Floats]:
+    """Return the seconds of the longest way through one stage, for sequences that overlap, [n].
 
     The way goes with the first forward down to the stage and with the last backward up from it.
+
+    Returns:
+        Seconds until the last backward ends, and of the update after it.
     """
+    link, message = costs.links.link, costs.message_bytes[0]
     pairs = [(stage, stage + 1) for stage in range(costs.num_stages - 1)]
-    down = [costs.links.link(a, receiver=b) for a, b in pairs]
-    up = [costs.links.link(b, receiver=a) for a, b in pairs]
-    first_bytes = costs.message_bytes[0]
-    down_s, up_s = (
-        np.array([link.latency_s + first_bytes / link.bytes_per_s for link in links])
-        for links in (down, up)
-    )
     to_it, from_it = np.zeros((2, *forward.shape[:2]))
-    to_it[:, 1:] = np.cumsum(forward[:, :-1, 0] + down_s, axis=1)
-    from_it[:, 1:] = np.cumsum(backward[:, :-1, 0] + up_s, axis=1)
-    forward_work, backward_work = forward.sum(axis=2), backward.sum(axis=2)
-    update = np.maximum.accumulate(costs.reduce_s - from_it, axis=1)
-    longest = np.argmax(to_it + forward_work + backward_work + from_it + update, axis=1)
-    parts = to_it + forward_work, backward_work + from_it, update
-    steps = np.arange(len(forward))
-    return parts[0][steps, longest], parts[1][steps, longest], parts[2][steps, longest]
+    for way, table, links in (
+        (to_it, forward, [link(a, receiver=b) for a, b in pairs]),
+        (from_it, backward, [link(b, receiver=a) for a, b in pairs]),
+    ):
+        sent_s = np.array([each.latency_s + message / each.bytes_per_s for each in links])
+        way[:, 1:] = np.cumsum(table[:, :-1, 0] + sent_s, axis=1)
+    work_s = to_it + forward.sum(axis=2) + backward.sum(axis=2) + from_it
+    update_s = np.maximum.accumulate(costs.reduce_s - from_it, axis=1)
+    longest = np.arange(len(forward)), np.argmax(work_s + update_s, axis=1)
+    return work_s[longest], update_s[longest]
 
 
 def _looped(
     forward: Table, backward: Table, *, costs: Costs, num_sequences: int, num_ranks: int
-) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds of all forwards, of all backwards, and of the update after the last, [n].
+) -> tuple[Floats, Floats]:
+    """Return the seconds until the last backward ends, and of the update after it, [n].
 
     Backwards of a rank wait while the rank reduces the gradients of a stage, and until gradients
     that leave the device are complete.
@@ -203,8 +162,7 @@ def _looped(
     count = forward.shape[2] // num_sequences
     lengths = ((1,) * count,) * num_sequences
     *groups, last = (len(g) for g in sequence_groups(lengths, num_ranks=num_ranks))
-    forward_s, backward_s = np.zeros((2, len(forward)))
-    ends = np.zeros(forward.shape[:2])
+    work_s, ends = np.zeros(len(forward)), np.zeros(forward.shape[:2])
     reduce_s, settled_s = costs.reduce_s, costs.last_reduction_wait_s
     ranks, link = range(num_ranks), costs.links.link
     down = [link((rank - 1) % num_ranks, receiver=rank) for rank in ranks]
@@ -223,11 +181,10 @@ def _looped(
         ends = _flow_ends(
             backward[:, ::-1, reverse], costs.message_bytes[reverse], up, behind_s=behind_s[::-1]
         )[:, ::-1]
-        forward_s += times * down_ends[:, -1]
-        backward_s += times * ends[:, 0]
-    backward_s += len(groups) * float(settled_s[0])
+        work_s += times * (down_ends[:, -1] + ends[:, 0])
+    work_s += len(groups) * float(settled_s[0])
     updated_s = (ends + reduce_s)[:, :num_ranks].max(axis=1)
-    return forward_s, backward_s, updated_s - ends[:, 0]
+    return work_s, updated_s - ends[:, 0]
 
 
 def _flow_ends(
