@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.sharding.megatron_weights import KEYS, copies_of
+from sppo.cost.sharding.heads import tensor_shard
 
 OVERLAP_MAX_CTAS = 8
 """Most NCCL thread blocks of a message that overlaps compute, or is small. The number is limited,
@@ -117,7 +117,7 @@ def communicators_bytes(
         replicas=candidate.data_parallel_degree,
         pipeline_ranks=candidate.pipeline_parallel_degree,
         width=width,
-        key_copies=copies_of(KEYS[0], workload.model, degree=width) if shards_weights else None,
+        key_copies=tensor_shard(workload.model, degree=width).repeats if shards_weights else None,
         position=position,
     )
     peers = min(width, workload.hardware.node.num_devices) - 1

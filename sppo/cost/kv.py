@@ -17,7 +17,7 @@ from sppo.activations.activation_layout import (
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
-from sppo.cost.sharding.weight_part_seconds import layer_gather_seconds
+from sppo.cost.sharding.collectives import layer_gather_seconds
 from sppo.schedule.costs import Table
 from sppo.schedule.transfers.kv_placement import KVPlacement
 

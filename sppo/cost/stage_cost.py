@@ -46,17 +46,19 @@ from sppo.cost.layer import (
     update_seconds,
 )
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
-from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS, shard_seconds
-from sppo.cost.sharding.stage_parameters import (
-    device_parameters,
-    lent_parameters,
-    parameters_by_copies,
-    updated_parameters,
-)
-from sppo.cost.sharding.weight_part_seconds import (
+from sppo.cost.parameters import layer_parameters
+from sppo.cost.sharding.collectives import (
+    REDUCE_BUCKET_BYTES,
+    REDUCE_BUCKETS,
     last_reduction_seconds,
+    shard_seconds,
     unit_collective_seconds,
     with_collectives,
+)
+from sppo.cost.sharding.weight_parts import (
+    device_parameters,
+    parameters_by_copies,
+    updated_parameters,
 )
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.description import Tier
@@ -202,7 +204,8 @@ def _costs_beside_activations(candidate: Candidate) -> Costs:
     workload, carried_s = candidate.workload, message_seconds(candidate)
     nothing, lengths = np.zeros_like(carried_s), np.array(candidate.lengths * candidate.sequences)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
-    link_weights = lent_parameters(candidate)
+    # Only layers are lent (MSP), and each device of a sequence-parallel group sends its part.
+    lent = layers[:, 0] * layer_parameters(workload.model) / workload.sequence_parallel_degree
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
@@ -220,8 +223,8 @@ def _costs_beside_activations(candidate: Candidate) -> Costs:
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
-        weight_bytes=link_weights * workload.element_bytes,
-        weight_gradient_bytes=link_weights * ACCUMULATION_BYTES,
+        weight_bytes=lent * workload.element_bytes,
+        weight_gradient_bytes=lent * ACCUMULATION_BYTES,
         streamed_weight_bytes=streamed_weights,
         streamed_gradient_bytes=streamed_gradients,
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
 from sppo.cost.sharding.heads import tensor_shard
-from sppo.cost.sharding.megatron_weights import COLUMNS, KEYS, ROWS
+from sppo.cost.sharding.weight_parts import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.mesh import ReplicaGroup
 

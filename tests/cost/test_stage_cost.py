@@ -23,7 +23,7 @@ from sppo.cost.layer import Workload, layer_seconds
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
-from sppo.cost.sharding.stage_parameters import device_parameters, stage_parameters
+from sppo.cost.sharding.weight_parts import device_parameters
 from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.values_of_ranks import of_ranks
@@ -142,8 +142,7 @@ def test_every_parameter_has_one_stage():
         assert [n for stage in asked.stages for n in stage] == list(range(MODEL.num_layers))
         # The last of several stages projects with its own copy of the embedding.
         copied = MODEL.vocab_size * MODEL.hidden_size if num_ranks > 1 else 0
-        counts = stage_parameters(MODEL, asked.stages, is_pipeline=num_ranks > 1)
-        assert counts.sum() == num_parameters(MODEL) + copied
+        assert device_parameters(asked).sum() == num_parameters(MODEL) + copied
     assert [len(s) for s in layers_of_stages(10, num_stages=4)] == [3, 3, 2, 2]
     with pytest.raises(ValueError, match="4 layers on 5 stages: every stage needs a layer"):
         layers_of_stages(4, num_stages=5)

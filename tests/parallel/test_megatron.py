@@ -10,7 +10,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import parameter_shapes
 from sppo.cost.sharding.heads import tensor_shard
-from sppo.cost.sharding.stage_parameters import device_parameters, updated_parameters
+from sppo.cost.sharding.weight_parts import device_parameters, updated_parameters
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.mesh_shape import Coordinates, MeshShape

@@ -21,12 +21,13 @@ from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
 from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
-from sppo.cost.sharding.stage_parameters import (
+from sppo.cost.sharding.weight_parts import (
     device_parameters,
+    outer_by_copies,
+    rank_parts,
     same_weights_degree,
     updated_parameters,
 )
-from sppo.cost.sharding.weight_parts import outer_by_copies, rank_parts
 from sppo.cost.values_of_ranks import most_held_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED

@@ -1,21 +1,32 @@
-"""Weight parts of a stage that devices shard, and that a device holds whole only while in use.
+"""Parameters of a device by weight part, and the number of devices that hold the same ones.
 
-A weight part is one layer, the parameters before the layers, or the parameters after them. With
-ZeRO-3, the weights of a part are gathered before use
-(:mod:`sppo.engine.providers.gathered_weights`); with ZeRO-2 and 3, its gradients are reduced after
-use (:mod:`sppo.engine.providers.sharded_gradients`).
+A weight part is one layer, the parameters before the layers, or the parameters after them. Only
+Megatron shards a layer inside a sequence-parallel group. With ZeRO-3, the weights of a part are
+gathered before use (:mod:`sppo.engine.providers.gathered_weights`); with ZeRO-2 and 3, its
+gradients are reduced after use (:mod:`sppo.engine.providers.sharded_gradients`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.parameters import layer_parameters, outer_parameters
-from sppo.cost.sharding.megatron_weights import layer_elements
+from sppo.cost.parameters import layer_parameters, layer_shapes, outer_parameters
+from sppo.schedule.costs import Table
 
+KEYS = ("k", "v")
+"""Linear layers sharded by key/value heads, of which there may be fewer than devices."""
+ROWS = ("q", *KEYS, "gate", "up")
+COLUMNS = ("o", "down")
+"""Linear layers sharded by columns; one device holds the bias, which is added to the group's sum.
+
+`ROWS` are sharded by rows, including their biases."""
 ElementsByCopies = Mapping[int, float]
 """Elements on one device, by the number of devices of its group that hold the same elements."""
 
@@ -55,36 +66,51 @@ class ShardedParts:
 
 def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
     """Return the sharded parts of a stage; all parts are empty with ZeRO-0 and 1."""
-    if candidate.zero < 2:
-        return ShardedParts(len(candidate.stages[stage]), {}, {}, {})
-    workload = candidate.workload
-    before, after = outer_parameters(workload.model)
-    return ShardedParts(
-        len(candidate.stages[stage]),
-        _sharded(layer_by_copies(workload), candidate),
-        _sharded(outer_by_copies(workload, before), candidate) if stage == 0 else {},
-        _sharded(outer_by_copies(workload, after), candidate)
-        if candidate.is_last_stage(stage)
-        else {},
-    )
+    return _sharded_parts(candidate, first=stage, last=stage)
 
 
 def rank_parts(candidate: Candidate, *, rank: int) -> ShardedParts:
     """Return the sharded parts of a pipeline rank, whose stages share the room of whole parts."""
     stages = candidate.stages_of_rank(rank)
-    first = last = sharded_parts(candidate, stage=stages[0])
-    if len(stages) > 1:
-        last = sharded_parts(candidate, stage=stages[-1])
-    num_layers = sum(len(candidate.stages[stage]) for stage in stages)
-    return ShardedParts(num_layers, first.layer, first.before_layers, last.after_layers)
+    return _sharded_parts(candidate, first=stages[0], last=stages[-1])
 
 
+def _sharded_parts(candidate: Candidate, *, first: int, last: int) -> ShardedParts:
+    """Return the sharded parts of the stages of a rank from `first` to `last`."""
+    workload, replicas = candidate.workload, candidate.data_parallel_degree
+    step = candidate.pipeline_parallel_degree
+    num_layers = sum(map(len, candidate.stages[first : last + 1 : step]))
+    if candidate.zero < 2:
+        return ShardedParts(num_layers, {}, {}, {})
+    before, after = (outer_by_copies(workload, own) for own in outer_parameters(workload.model))
+
+    def sharded(part: ElementsByCopies, *, is_here: bool = True) -> ElementsByCopies:
+        return {n: held for n, held in part.items() if is_here and n * replicas > 1}
+
+    return ShardedParts(
+        num_layers,
+        sharded(layer_by_copies(workload)),
+        sharded(before, is_here=first == 0),
+        sharded(after, is_here=candidate.is_last_stage(last)),
+    )
+
+
+@lru_cache(maxsize=256)
 def layer_by_copies(workload: Workload) -> ElementsByCopies:
-    """Return the elements of one layer on a device; only Megatron shards them in the group."""
-    degree = workload.sequence_parallel_degree
-    if workload.sequence_parallel == "megatron" and degree > 1:
-        return layer_elements(workload.model, degree=degree)
-    return {degree: float(layer_parameters(workload.model))}
+    """Return the elements of one layer on the device that holds the most; cached."""
+    model, degree = workload.model, workload.sequence_parallel_degree
+    if workload.sequence_parallel == "ulysses":
+        return {degree: float(layer_parameters(model))}
+    found: dict[int, float] = {}
+    for name, shape in layer_shapes(model).items():
+        part = name.split(".")[0]
+        copies = 1 if part in (*ROWS, *COLUMNS) else degree
+        if part in KEYS:
+            copies = max(1, degree // model.kv_heads)
+        is_whole = part in COLUMNS and name.endswith(".bias")
+        held = float(prod(shape)) if is_whole else prod(shape) * copies / degree
+        found[copies] = found.get(copies, 0.0) + held
+    return found
 
 
 def outer_by_copies(workload: Workload, elements: float) -> ElementsByCopies:
@@ -95,9 +121,49 @@ def outer_by_copies(workload: Workload, elements: float) -> ElementsByCopies:
     return {degree: elements}
 
 
-def _sharded(elements: ElementsByCopies, candidate: Candidate) -> ElementsByCopies:
-    replicas = candidate.data_parallel_degree
-    return {copies: held for copies, held in elements.items() if copies * replicas > 1}
+def same_weights_degree(workload: Workload) -> int:
+    """Return the devices of a sequence-parallel group that hold equal weights, to shard state."""
+    return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
+
+
+def device_parameters(candidate: Candidate) -> Table:
+    """Return the parameters a device computes with, [stages]; only Megatron shards them."""
+    counts: Table = sum(parameters_by_copies(candidate).values(), np.zeros(candidate.num_stages))
+    return counts
+
+
+def updated_parameters(candidate: Candidate) -> Table:
+    """Return the parameters that a device updates, sharded over equal weights, [stages]."""
+    counts: Table = np.zeros(candidate.num_stages)
+    for copies, held in parameters_by_copies(candidate).items():
+        counts = counts + held / (copies * candidate.data_parallel_degree)
+    return counts
+
+
+def parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
+    """Return the parameters a device computes with, by the number of devices that hold the same.
+
+    The number counts devices of the sequence-parallel group; each value is [stages]. The last stage
+    has a copy of a tied embedding if it is on another rank than the first.
+    """
+    is_pipeline = candidate.pipeline_parallel_degree > 1
+    return _parameters_of_stages(candidate.workload, candidate.stages, is_pipeline=is_pipeline)
+
+
+@lru_cache(maxsize=128)
+def _parameters_of_stages(
+    workload: Workload, stages: tuple[range, ...], *, is_pipeline: bool
+) -> Mapping[int, Table]:
+    """Return the cached result of :func:`parameters_by_copies`; must not be modified."""
+    model, layers = workload.model, np.array([float(len(stage)) for stage in stages])
+    found = {copies: layers * held for copies, held in layer_by_copies(workload).items()}
+    before, after = outer_parameters(model)
+    if model.tie_embeddings and not is_pipeline:
+        after -= model.vocab_size * model.hidden_size
+    for stage, outer in ((0, before), (-1, after)):
+        for copies, held in outer_by_copies(workload, outer).items():
+            found.setdefault(copies, np.zeros(len(layers)))[stage] += held
+    return found
 
 
 def _total(elements: ElementsByCopies) -> float:
