@@ -1,7 +1,7 @@
 """Attention back ends on a fake GPU, with the scratch memory of their kernels.
 
 Fake tensors do not show memory that a back end's package allocates inside a call. Here this memory
-is allocated around the call, in the size that :mod:`sppo.cost.live_sets.attention_scratch` gives.
+is allocated around the call, in the size that a plan counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
+from sppo.cost.live_sets.gpu_attention_live_sets import backward_scratch_bytes
 from sppo.kernels.attention.block_attention import BlockAttention
 from sppo.kernels.attention.choice import KERNELS, AttentionKernel
 from sppo.kernels.attention.cudnn_blocks import CudnnBlocks

@@ -6,8 +6,8 @@ The rules are those of :mod:`sppo.kernels.attention.blocks`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 
@@ -34,31 +34,58 @@ class BlockKind(Enum):
     BAND = auto()
 
 
-class Block(NamedTuple):
-    """Block of the attention matrix."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Block of the attention matrix of a subsequence."""
 
+    s: TensorSizes
     name: str
     kind: BlockKind
     rows: int
     keys: int
+
+    @property
+    def is_full(self) -> bool:
+        """True if every query sees every key."""
+        return self.kind is BlockKind.FULL
+
+    @property
+    def is_part(self) -> bool:
+        """True for a rectangle of some of the rows, which are put together by key head."""
+        return self.is_full and self.rows < self.s.rows
+
+    @property
+    def mask_elements(self) -> int:
+        """Elements of the mask of a band; 0 for the other kinds."""
+        return self.rows * self.keys * (self.kind is BlockKind.BAND)
+
+    def row_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of q, o, or the gradient of one of them, for the rows of the block."""
+        return self.s.pooled(self.rows * self.s.heads * self.s.model.head_dim * element_bytes)
+
+    def key_bytes(self, element_bytes: int, *, keys: int | None = None) -> int:
+        """Return the bytes of k, v, or a gradient of one of them, for all keys or some of them."""
+        heads = self.s.key_heads if self.is_full else self.s.heads
+        count = self.keys if keys is None else keys
+        return self.s.pooled(count * heads * self.s.model.head_dim * element_bytes)
 
 
 def largest_blocks(s: TensorSizes) -> Iterator[Block]:
     """Yield the largest blocks of every kind."""
     rows, window = s.rows, s.model.sliding_window
     square = _largest_square(rows)
-    yield Block("a causal square", BlockKind.CAUSAL, square, square)
+    yield Block(s, "a causal square", BlockKind.CAUSAL, square, square)
     if rows > CAUSAL_TOKENS:
         keys = first_half(rows)
-        yield Block("half of a square", BlockKind.FULL, rows - keys, keys)
+        yield Block(s, "half of a square", BlockKind.FULL, rows - keys, keys)
     prefix = s.prefix
     if window is not None and s.model.sliding_window_first_layer == 0:
         prefix = min(prefix, window)
     if prefix:
-        yield Block("the prefix", BlockKind.FULL, rows, min(prefix, PREFIX_KEYS))
+        yield Block(s, "the prefix", BlockKind.FULL, rows, min(prefix, PREFIX_KEYS))
     if window is not None and s.seen_keys > window:
         band = min(rows, BAND_ROWS)
-        yield Block("a band", BlockKind.BAND, band, min(s.seen_keys, band + window - 1))
+        yield Block(s, "a band", BlockKind.BAND, band, min(s.seen_keys, band + window - 1))
 
 
 def _largest_square(rows: int) -> int:

@@ -1,7 +1,7 @@
 """Bytes that CPU kernels allocate inside: tiles of casts and sums, and scratch of products.
 
 On a GPU all of them are 0: its kernels work in registers, and allocations inside attention calls
-are in :mod:`sppo.cost.live_sets.attention_scratch`.
+are in :mod:`sppo.cost.live_sets.gpu_attention_live_sets`.
 """
 
 from __future__ import annotations
@@ -45,30 +45,20 @@ def cast_bytes(s: TensorSizes, compute_bytes: int) -> int:
     return min(ACCUMULATION_TILE_BYTES, fp32_bytes) if s.threads and s.is_half else 0
 
 
-def product_bytes(s: TensorSizes) -> int:
-    """Return the scratch of a bf16 product; 0 in fp32.
+def product_bytes(s: TensorSizes, *, is_added: bool = False) -> int:
+    """Return the scratch of a bf16 product, which may be added to a bf16 tensor; 0 in fp32.
 
-    By casts: tiles of both operands and of the sum.
+    By casts: tiles of both operands and of the sum, and if it is added, of the sum before.
     """
     if not (s.threads and s.is_half):
         return 0
-    return 3 * CAST_TILE_BYTES if s.casts else _PRODUCT_BYTES
-
-
-def added_product_bytes(s: TensorSizes) -> int:
-    """Return the scratch of a bf16 product that is added to a bf16 tensor; 0 in fp32.
-
-    By casts: tiles of both operands, of the sum, and of the sum before.
-    """
-    if not (s.threads and s.is_half):
-        return 0
-    return 4 * CAST_TILE_BYTES if s.casts else _PRODUCT_BYTES
+    return (3 + is_added) * CAST_TILE_BYTES if s.casts else _PRODUCT_BYTES
 
 
 def mlp_gradient_bytes(s: TensorSizes) -> int:
     """Return the scratch of the weight and input gradients of the MLP."""
     outputs, inputs = layer_shapes(s.model)["down.weight"]
-    to_input = added_product_bytes(s) if s.model.gated else product_bytes(s)
+    to_input = product_bytes(s, is_added=s.model.gated)
     return max(weight_gradient_bytes(s, outputs, inputs), to_input)
 
 

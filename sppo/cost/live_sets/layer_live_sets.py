@@ -93,7 +93,9 @@ def loss(s: TensorSizes) -> Iterator[LiveSet]:
     begin of the unit.
     """
     vocabulary, hidden = s.model.vocab_size, s.model.hidden_size
-    of_tile = tile_tokens(vocabulary, element_bytes=s.element_bytes, device=s.device)
+    of_tile = tile_tokens(
+        vocabulary, element_bytes=s.element_bytes, device=s.workload.hardware.device.kind
+    )
     logits = min(s.tokens, of_tile) * vocabulary * s.element_bytes
     # Output of the last layer, its norm, and on a CPU the norm's gradient.
     base = s.rotary_bytes + (3 if s.threads else 2) * s.hidden_bytes

@@ -81,7 +81,7 @@ def shard_forward(
     # Instead of the normed input: parts of V of the other shards, and K and V of the unit.
     gathered = (3 * shard.unit_tokens - s.tokens) * s.key_row_bytes
     yield "keys and values gathered", inputs + gathered
-    if s.degree > 1:
+    if s.rows > s.tokens:
         outputs = 2 * (s.query_bytes + s.lse_bytes)
         yield "outputs of runs joined", inputs + outputs
 

@@ -7,6 +7,7 @@ MLP width, e element bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from sppo.config.model import ModelConfig
 from sppo.cost.attention_backend import planned_backend
@@ -19,28 +20,56 @@ LEAST_POOLED_BYTES = 128 << 10
 """Smallest tensor of the memory pool of a CPU, as in :mod:`sppo.kernels.native.cpu_allocator`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSizes:
-    """Bytes of the tensors of one subsequence on one device."""
+    """Bytes of the tensors of one subsequence on one device.
 
-    model: ModelConfig
+    Attributes:
+        workload: Model, machine, dtype and sequence parallelism. In attention, each device of a
+            sequence-parallel group has some heads of all tokens.
+        tokens: Tokens of the subsequence on one device.
+        prefix: Tokens of the sequence before the subsequence.
+        retained: Tensor classes whose saved tensors stay in memory of torch's allocator.
+        defers: Whether weight halves of backwards are deferred and keep saved tensors as operands;
+            otherwise retained classes are freed as soon as backward has used them.
+    """
+
+    workload: Workload
     tokens: int
-    prefix: int
-    element_bytes: int
-    device: str
-    """Kind of the device, "cpu" or "cuda"."""
-    threads: int
-    """Threads of a CPU; 0 on a GPU, where neither tiles nor scratch of CPU kernels are counted."""
-    degree: int = 1
-    """Devices of a sequence-parallel group; in attention, each has some heads of all tokens."""
-    backend: str = "cpu_flash"
-    """Attention back end."""
+    prefix: int = 0
     retained: frozenset[int] = frozenset()
-    """Tensor classes whose saved tensors stay in memory of torch's allocator."""
-    freed: frozenset[int] = frozenset()
-    """Retained tensor classes that are freed as soon as backward has used them."""
-    casts: bool = False
-    """Whether bf16 products cast tiles to fp32 (:mod:`sppo.kernels.half_products`)."""
+    defers: bool = False
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.workload.model
+
+    @cached_property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the compute dtype."""
+        return self.workload.element_bytes
+
+    @cached_property
+    def threads(self) -> int:
+        """Threads of a CPU; 0 on a GPU, where no tiles and scratch of CPU kernels are counted."""
+        device = self.workload.hardware.device
+        return device.num_multiprocessors if device.kind == "cpu" else 0
+
+    @cached_property
+    def backend(self) -> str:
+        """Attention back end."""
+        return planned_backend(self.workload)
+
+    @property
+    def freed(self) -> frozenset[int]:
+        """Retained tensor classes that are freed as soon as backward has used them."""
+        return frozenset() if self.defers else self.retained
+
+    @property
+    def casts(self) -> bool:
+        """True if bf16 products cast tiles to fp32 (:mod:`sppo.kernels.half_products`)."""
+        return self.threads > 0 and not self.workload.hardware.device.half_products
 
     @property
     def is_half(self) -> bool:
@@ -54,48 +83,44 @@ class TensorSizes:
         """
         return size if not self.threads or size >= LEAST_POOLED_BYTES else 0
 
+    def _token_bytes(self, width: int, element_bytes: int | None = None) -> int:
+        """Return the bytes of a tensor ``[C, width]`` in the compute dtype, or in another one."""
+        return self.pooled(self.tokens * width * (element_bytes or self.element_bytes))
+
     @property
     def hidden_bytes(self) -> int:
         """Bytes of a hidden state: x_in, n1, x_mid, n2, y, or a gradient of one of them."""
-        return self.pooled(self.tokens * self.model.hidden_size * self.element_bytes)
+        return self._token_bytes(self.model.hidden_size)
 
     @property
     def query_bytes(self) -> int:
         """Bytes of q, o, or a gradient of one of them."""
-        return self.pooled(self.tokens * self._query_width * self.element_bytes)
+        return self._token_bytes(self.model.num_heads * self.model.head_dim)
 
     @property
     def fp32_query_bytes(self) -> int:
         """Bytes of the running o, or of the sum of dq, in fp32."""
-        return self.pooled(self.tokens * self._query_width * ACCUMULATION_BYTES)
+        return self._token_bytes(self.model.num_heads * self.model.head_dim, ACCUMULATION_BYTES)
 
     @property
     def key_bytes(self) -> int:
         """Bytes of k, v, or a gradient of one of them, for the subsequence's own tokens."""
-        return self.pooled(self.tokens * self._key_width * self.element_bytes)
-
-    @property
-    def _query_width(self) -> int:
-        return self.model.num_heads * self.model.head_dim
-
-    @property
-    def _key_width(self) -> int:
-        return self.model.kv_heads * self.model.head_dim
+        return self._token_bytes(self.model.kv_heads * self.model.head_dim)
 
     @property
     def rows(self) -> int:
         """Number of queries of each head in attention: tokens of all devices of the group."""
-        return self.tokens * self.degree
+        return self.tokens * self.workload.sequence_parallel_degree
 
     @property
     def heads(self) -> int:
         """Number of query heads of one device in attention."""
-        return max(1, self.model.num_heads // self.degree)
+        return max(1, self.model.num_heads // self.workload.sequence_parallel_degree)
 
     @property
     def key_heads(self) -> int:
         """Number of key/value heads of one device in attention."""
-        return max(1, self.model.kv_heads // self.degree)
+        return max(1, self.model.kv_heads // self.workload.sequence_parallel_degree)
 
     @property
     def group(self) -> int:
@@ -115,12 +140,16 @@ class TensorSizes:
     @property
     def lse_bytes(self) -> int:
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
-        return self.pooled(self.tokens * self.model.num_heads * ACCUMULATION_BYTES)
+        return self._token_bytes(self.model.num_heads, ACCUMULATION_BYTES)
+
+    def lse_bytes_of(self, rows: int) -> int:
+        """Return the bytes of the lse of some rows in attention."""
+        return self.pooled(rows * self.heads * ACCUMULATION_BYTES)
 
     @property
     def mlp_bytes(self) -> int:
         """Bytes of gate, up, the activation's output, or a gradient of one of them."""
-        return self.pooled(self.tokens * self.model.mlp_size * self.element_bytes)
+        return self._token_bytes(self.model.mlp_size)
 
     @property
     def gates_bytes(self) -> int:
@@ -131,38 +160,4 @@ class TensorSizes:
     def rotary_bytes(self) -> int:
         """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
         rotary = self.model.position == "rotary"
-        each = self.pooled(self.tokens * self.model.head_dim * ACCUMULATION_BYTES // 2)
-        return 2 * each if rotary else 0
-
-
-def tensor_sizes(
-    workload: Workload,
-    tokens: int,
-    *,
-    prefix: int = 0,
-    retained: frozenset[int] = frozenset(),
-    defers: bool = False,
-) -> TensorSizes:
-    """Return the tensor sizes of a subsequence of ``tokens`` on one device.
-
-    Args:
-        workload: Model, machine, dtype and sequence parallelism.
-        tokens: Tokens of the subsequence on one device.
-        prefix: Tokens of the sequence before the subsequence.
-        retained: Tensor classes whose saved tensors stay in memory of torch's allocator.
-        defers: Whether weight halves of backwards are deferred and keep saved tensors as operands.
-    """
-    device = workload.hardware.device
-    return TensorSizes(
-        workload.model,
-        tokens,
-        prefix,
-        workload.element_bytes,
-        device.kind,
-        device.num_multiprocessors if device.kind == "cpu" else 0,
-        workload.sequence_parallel_degree,
-        planned_backend(workload),
-        retained,
-        frozenset() if defers else retained,
-        device.kind == "cpu" and not device.half_products,
-    )
+        return 2 * self._token_bytes(self.model.head_dim, ACCUMULATION_BYTES // 2) * rotary

@@ -19,7 +19,7 @@ from sppo.cost.live_sets.attention_block_sizes import PREFIX_KEYS
 from sppo.cost.live_sets.gpu_attention_live_sets import CALL_ELEMENTS, SPAN_KEYS
 from sppo.cost.live_sets.layer_live_sets import layer_backward, layer_forward, loss
 from sppo.cost.live_sets.shard_live_sets import ShardSizes, shard_backward, shard_forward
-from sppo.cost.live_sets.tensor_sizes import LiveSet, tensor_sizes
+from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 
 
 @lru_cache(maxsize=1 << 15)
@@ -48,7 +48,7 @@ def working_sets(
         defers: Whether weight halves of backwards are deferred.
         shard: Sizes of the MSP shard that the tokens are; None for a whole subsequence.
     """
-    sizes = tensor_sizes(workload, tokens, prefix=prefix, retained=retained, defers=defers)
+    sizes = TensorSizes(workload, tokens, prefix, retained, defers)
     forward = layer_forward(sizes, recomputed=recomputed)
     backward = layer_backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
     if shard is not None:
@@ -63,7 +63,7 @@ def same_prefix(workload: Workload, *, tokens: int, prefix: int) -> int:
     Attention reads a long prefix in parts of one size, and a window no further back. Where the keys
     are too many for one call, the outputs of parts are merged.
     """
-    sizes = tensor_sizes(workload, 1)
+    sizes = TensorSizes(workload, 1)
     long = max(SPAN_KEYS, PREFIX_KEYS, workload.model.sliding_window or 0)
     of_a_call = CALL_ELEMENTS * sizes.element_bytes // sizes.key_row_bytes
     if prefix <= long:
@@ -73,14 +73,14 @@ def same_prefix(workload: Workload, *, tokens: int, prefix: int) -> int:
 
 def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:
     """Return the largest live set of a layer's forward that saves nothing."""
-    sizes = tensor_sizes(workload, tokens)
+    sizes = TensorSizes(workload, tokens)
     return _largest(layer_forward(sizes, recomputed=frozenset((ATTENTION, LINEAR))))
 
 
 @lru_cache(maxsize=1 << 12)
 def loss_working_set(workload: Workload, *, tokens: int) -> LiveSet:
     """Return the largest live set of the final norm, the head and the loss, with their backward."""
-    return _largest(loss(tensor_sizes(workload, tokens)))
+    return _largest(loss(TensorSizes(workload, tokens)))
 
 
 def _largest(live_sets: Iterable[LiveSet]) -> LiveSet:

@@ -1,11 +1,15 @@
 """Predicted memory of attention in blocks on a CPU, against allocations of the CPU allocator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sppo.config.model import ModelConfig
+from sppo.cost.layer import Workload
 from sppo.cost.live_sets.cpu_attention_live_sets import attention_backward, attention_forward
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.hardware.presets import PRESETS
 from sppo.kernels import half_products
 from sppo.kernels.attention import cpu_flash
 from sppo.kernels.attention.call import AttentionCall
@@ -51,9 +55,11 @@ def test_it_is_what_the_allocator_hands_out(monkeypatch, case, kind):
         vocab_size=64, hidden_size=HEADS * HEAD, num_layers=1, num_heads=HEADS,
         num_kv_heads=key_heads, mlp_size=64, sliding_window=window,
     )  # fmt: skip
-    sizes = TensorSizes(
-        model, tokens, prefix, dtype.itemsize, "cpu", num_threads, casts=kind == "cast"
-    )
+    laptop = PRESETS["laptop-cpu"]
+    device = replace(laptop.device, num_multiprocessors=num_threads, half_products=kind != "cast")
+    named = "fp32" if kind == "fp32" else "bf16"
+    workload = Workload(model, replace(laptop, device=device), dtype=named)
+    sizes = TensorSizes(workload, tokens, prefix)
     compared = [(attention_backward(sizes), seen_backward)]
     if kind == "fp32" or not torch.cpu._is_amx_tile_supported():
         compared.append((attention_forward(sizes), seen_forward))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sppo.config.model import ModelConfig
+from sppo.cost.layer import Workload
 from sppo.cost.live_sets import gpu_attention_live_sets as planned
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.hardware.presets import PRESETS
 from sppo.kernels.attention import torch_blocks
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import KERNELS
@@ -38,7 +42,10 @@ def test_torch_blocks_take_what_is_planned(monkeypatch, dtype, tokens, prefix, h
         vocab_size=64, hidden_size=heads[0] * HEAD_SIZE, num_layers=1, num_heads=heads[0],
         num_kv_heads=heads[1], mlp_size=64, sliding_window=window,
     )  # fmt: skip
-    sizes = TensorSizes(model, tokens, prefix, dtype.itemsize, "cuda", 0, backend="torch_blocks")
+    h100 = PRESETS["h100"]
+    machine = replace(h100, device=replace(h100.device, attention_backend="torch_blocks"))
+    named = "bf16" if dtype is torch.bfloat16 else "fp32"
+    sizes = TensorSizes(Workload(model, machine, dtype=named), tokens, prefix)
     forward = peak_bytes(lambda: attention.forward(call))
     assert forward <= 1.02 * max(live for _, live in planned.attention_forward(sizes))
     backward = peak_bytes(lambda: attention.backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv))
