@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.division import divide
+from sppo.planning.search.choices import Degrees, degrees_to_try
+from sppo.planning.search.division import Division
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import KIB
 
@@ -15,35 +18,51 @@ _LONGEST_TOKENS = 1 << 32
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
     """Return whether any division of the devices fits, with any N worth trying and any tiers."""
-    try:
-        attempts = runs_by_tiers(run, hardware=hardware)
-        # The last attempt needs least device memory, the first least memory of the next tier.
-        return any(_fits(attempt, hardware) for attempt in (attempts[-1], *attempts[:-1]))
-    except ValueError:
-        return False
-
-
-def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
-    """Return whether any division of the devices fits, with the tiers that the run names."""
-    divisions = [
-        division
-        for across_nodes in (False, True)
-        for division in divide(run, hardware=hardware, across_nodes=across_nodes)[0]
-    ]
-    # Most devices first; of equals, those that also shard the running layer most.
-    divisions.sort(
-        key=lambda one: (one.degrees.num_devices, one.degrees.sequence_parallel), reverse=True
-    )
-    return any(division.fits for division in divisions)
+    length = run.sequence.length
+    return any(_fits(*way, hardware, length) for way in _ways(run, hardware))
 
 
 def longest_sequence(run: RunConfig, hardware: HardwareSpec) -> int:
-    """Return the longest sequence that fits with the other keys of `run`, in whole Ki tokens."""
+    """Return the longest sequence that fits with the other keys of `run`, in whole Ki tokens.
+
+    Each division of the devices is searched by itself, from the longest sequence so far on: most
+    are left after one length.
+    """
     count, degree = run.sequence.num_subsequences, run.parallel.sequence_parallel_degree
     least = 1 if count == "auto" else count * degree
-    return longest_tokens(
-        lambda tokens: fits_at_all(with_length(run, tokens), hardware), least=least
-    )
+    longest = 0
+    for way in _ways(run, hardware):
+        fits = partial(_fits, *way, hardware)
+        longest = max(longest, longest_tokens(fits, least=max(least, longest + 1)))
+    return longest
+
+
+def _ways(run: RunConfig, hardware: HardwareSpec) -> list[tuple[RunConfig, Degrees]]:
+    """Return `run` with each choice of tiers, each with every division of the devices.
+
+    Those that need least memory of a device are first.
+    """
+    try:
+        *nearer, farthest = runs_by_tiers(run, hardware=hardware)
+        divisions = [
+            degrees
+            for across_nodes in (False, True)
+            for degrees in degrees_to_try(run, hardware=hardware, across_nodes=across_nodes)[0]
+        ]
+    except ValueError:
+        return []
+    # Most devices first; of equals, those that also shard the running layer most.
+    divisions.sort(key=lambda one: (one.num_devices, one.sequence_parallel), reverse=True)
+    # The nearest tiers need least memory of the next tier.
+    return [*product((farthest, *nearer), divisions)]
+
+
+def _fits(run: RunConfig, degrees: Degrees, hardware: HardwareSpec, tokens: int) -> bool:
+    """Return whether sequences of `tokens` tokens fit with some tiers and degrees."""
+    try:
+        return Division(with_length(run, tokens), hardware=hardware, degrees=degrees).fits
+    except ValueError:
+        return False
 
 
 def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
@@ -68,7 +87,8 @@ def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
 
 def with_length(run: RunConfig, tokens: int) -> RunConfig:
     """Return `run` with sequences of `tokens` tokens, without cuts written for another length."""
-    change: dict[str, object] = {"length": tokens}
-    if run.sequence.boundaries is not None:
-        change["boundaries"] = None
-    return run.model_copy(update={"sequence": run.sequence.model_copy(update=change)})
+    sequence = run.sequence
+    if tokens == sequence.length:
+        return run
+    change = {"length": tokens, "boundaries": None}
+    return run.model_copy(update={"sequence": sequence.model_copy(update=change)})

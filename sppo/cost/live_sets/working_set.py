@@ -13,6 +13,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from operator import itemgetter
 
+import numpy as np
+
+from sppo.activations.placement import Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.attention_block_sizes import PREFIX_KEYS
@@ -57,8 +60,8 @@ def working_sets(
     return _largest(forward), _largest(backward)
 
 
-def same_prefix(workload: Workload, *, tokens: int, prefix: int) -> int:
-    """Return the shortest prefix with the working sets of `prefix`, if it is a long one.
+def same_prefixes(workload: Workload, *, tokens: Counts, prefixes: Counts) -> Counts:
+    """Return the shortest prefixes with the working sets of `prefixes`, where these are long.
 
     Attention reads a long prefix in parts of one size, and a window no further back. Where the keys
     are too many for one call, the outputs of parts are merged.
@@ -66,9 +69,9 @@ def same_prefix(workload: Workload, *, tokens: int, prefix: int) -> int:
     sizes = TensorSizes(workload, 1)
     long = max(SPAN_KEYS, PREFIX_KEYS, workload.model.sliding_window or 0)
     of_a_call = CALL_ELEMENTS * sizes.element_bytes // sizes.key_row_bytes
-    if prefix <= long:
-        return prefix
-    return long if prefix + tokens <= of_a_call else max(long, of_a_call)
+    in_parts = np.where(prefixes + tokens <= of_a_call, long, max(long, of_a_call))
+    shortest: Counts = np.where(prefixes <= long, prefixes, in_parts)
+    return shortest
 
 
 def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:

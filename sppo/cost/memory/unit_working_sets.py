@@ -15,7 +15,7 @@ from sppo.activations.tensor_classes import CLASSES, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
-from sppo.cost.live_sets.working_set import loss_working_set, same_prefix, working_sets
+from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.stage_cost import kinds_of_stages
 from sppo.schedule.costs import Table
@@ -56,28 +56,30 @@ def whole_unit_bytes(
             stage's output is not included: the first layer of a backward reads it, and a later
             layer reads another in its place.
     """
+    tokens = np.array(candidate.lengths)
     recomputed = placement.recomputed[stage] > 0
-    retained = placement.retained[stage] == placement.tokens[:, None]
+    retained = placement.retained[stage] == tokens[:, None]
     degree = candidate.workload.sequence_parallel_degree
-    prefixes = [
-        same_prefix(candidate.workload, tokens=-(-tokens // degree) * degree, prefix=prefix)
-        for tokens, prefix in zip(candidate.lengths, candidate.prefixes, strict=True)
-    ]
-    rows = np.column_stack([candidate.lengths, prefixes, recomputed, retained])
+    prefixes = same_prefixes(
+        candidate.workload,
+        tokens=-(-tokens // degree) * degree,
+        prefixes=np.array(candidate.prefixes),
+    )
+    rows = np.column_stack([tokens, prefixes, recomputed, retained])
     # Most units of a long sequence are alike.
     kinds, kind_of_unit = np.unique(rows, axis=0, return_inverse=True)
     forward, backward = np.zeros((2, len(kinds)))
-    for kind, (tokens, prefix, *classes) in enumerate(kinds.tolist()):
+    for kind, (length, prefix, *classes) in enumerate(kinds.tolist()):
         forward[kind], backward[kind] = running_bytes(
             candidate,
-            tokens=tokens,
+            tokens=length,
             prefix=prefix,
             recomputed=_true(classes[: len(CLASSES)]),
             retained=_true(classes[len(CLASSES) :]),
             layers=layers,
         )
         if candidate.is_last_stage(stage):
-            forward[kind] = max(forward[kind], loss_bytes(candidate.workload, tokens=tokens))
+            forward[kind] = max(forward[kind], loss_bytes(candidate.workload, tokens=length))
     return forward[kind_of_unit], backward[kind_of_unit]
 
 

@@ -84,9 +84,13 @@ class Division:
         self._cuts = uses_msp(run) and degrees.pipeline_parallel > 1
         self._plain = [replace(one, schedule=one.order) for one in plain] if self._cuts else plain
         self._counts = _few({len(one.lengths) for one in self._plain})
-        few = [one for one in self._plain if len(one.lengths) in self._counts]
-        self._few = [(least_seconds(candidate), candidate) for candidate in few]
         self._evaluated: dict[Candidate, EvaluatedCandidate] = {}
+
+    @cached_property
+    def _few(self) -> list[tuple[float, Candidate]]:
+        """Candidates in the plain order with few values of N, and lower bounds of their times."""
+        few = [one for one in self._plain if len(one.lengths) in self._counts]
+        return [(least_seconds(candidate), candidate) for candidate in few]
 
     @property
     def plain_s(self) -> float:
@@ -235,7 +239,7 @@ class Division:
     def nearest(self) -> EvaluatedCandidate:
         """Of the candidates that are likeliest to fit, the first that does, or lacks the least."""
         found = []
-        for candidate in self._likeliest:
+        for candidate in [*filter(may_fit, self._likeliest)] or self._likeliest:
             found.append(self._evaluate(candidate))
             if found[-1].shortfall is None:
                 return found[-1]

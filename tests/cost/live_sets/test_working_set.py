@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,8 +187,9 @@ def test_an_evaluation_needs_what_is_predicted():
 def test_longer_prefixes_take_no_more(machine, window):
     model = ModelConfig(**SHAPES["llama"], num_layers=2, sliding_window=window)
     workload = Workload(model, PRESETS[machine])
-    for prefix in (17_000, 50_000, 1 << 25):
-        same = planned.same_prefix(workload, tokens=8192, prefix=prefix)
+    prefixes = np.array([17_000, 50_000, 1 << 25])
+    shorter = planned.same_prefixes(workload, tokens=np.full(3, 8192), prefixes=prefixes)
+    for prefix, same in zip(prefixes.tolist(), shorter.tolist(), strict=True):
         assert same < prefix or window == 40_000
         found = [
             planned.working_sets(workload, tokens=8192, prefix=p, recomputed=frozenset(), layers=2)
