@@ -56,7 +56,6 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
     with ExitStack() as stack:
         tier = stack.enter_context(closing(FileTier()))
         tier.open(directory, size_bytes)
-        stack.callback(tier.drain)
         _fill_with_noise(memory)
         halves = np.split(memory, 2)
         _write_all(tier, halves[0])

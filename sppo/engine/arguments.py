@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, stage_shapes
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.streamed_tensors import StreamedTensors
 from sppo.engine.unit import SequenceData
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.labels import IGNORED_LABEL
@@ -52,7 +51,8 @@ def check_engine(model: object, weights: object, gradients: object, *, pipeline:
         is_provider = hasattr(value, "take") and hasattr(value, "release")  # arrays have take, too
         if not isinstance(value, Mapping) and not is_provider:
             raise TypeError(f"sppo.Engine({name}={quoted(value)}): tensors by name; {advice}")
-    if not _is_plain(weights) or isinstance(pipeline.exchange, MegatronSequenceParallel):
+    is_sharded = isinstance(pipeline.exchange, MegatronSequenceParallel)
+    if not isinstance(weights, Mapping) or is_sharded:
         return
     shapes: dict[str, Shape] = {}
     for layers in pipeline.layers(model.num_layers).values():
@@ -60,7 +60,7 @@ def check_engine(model: object, weights: object, gradients: object, *, pipeline:
     first = _check_tensors("weights", weights, shapes, advice=_WEIGHTS_ADVICE)
     if first.dtype not in _FLOAT_TYPES:
         raise ValueError(f"sppo.Engine: weights are {first.dtype}; make them a floating-point type")
-    if not _is_plain(gradients):
+    if not isinstance(gradients, Mapping):
         return
     sums = accumulation_dtype(first.dtype)
     _check_tensors(
@@ -118,10 +118,6 @@ def check_step(
         raise ValueError("num_valid=0, but labels of these sequences count; leave it out")
 
 
-def _is_plain(tensors: object) -> TypeGuard[Mapping[str, Tensor]]:
-    return isinstance(tensors, Mapping) and not isinstance(tensors, StreamedTensors)
-
-
 def _check_tensors(
     what: str,
     tensors: Mapping[str, Tensor],
@@ -144,6 +140,8 @@ def _check_tensors(
                 f"sppo.Engine: {what}[{name!r}] has shape {list(tensor.shape)}, the model needs "
                 f"{list(shape)}; {advice}"
             )
+        if not tensor.is_contiguous():
+            raise ValueError(f"sppo.Engine: {what}[{name!r}] is not contiguous; {advice}")
         like = tensor if like is None else like
         if (tensor.dtype, tensor.device) != (like.dtype, like.device):
             raise ValueError(

@@ -18,8 +18,7 @@ from sppo.engine.executor import Executor
 from sppo.engine.msp.providers import BorrowedMemory, ShardProviders
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.providers.gradients import GradientProvider
-from sppo.engine.providers.part_rows import WeightPart
-from sppo.engine.providers.state_streams import StateStreams
+from sppo.engine.providers.part_rows import PartRows, WeightPart
 from sppo.engine.providers.weights import WeightProvider
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
@@ -89,6 +88,8 @@ class StepResult:
 class Engine:
     """Forward and backward of whole sequences, subsequence by subsequence.
 
+    An error in a step closes the engine: the next step needs a new engine, with gradients of zero.
+
     Args:
         model: Model configuration.
         weights: All parameters of this rank's stages by global name, in the compute dtype, or a
@@ -131,31 +132,21 @@ class Engine:
         alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
         self._store = offloaded or BlockStore()
         self._offloads: tuple[Schedule, OffloadSchedule] | None = None
-        self._weights = WeightProvider(weights) if isinstance(weights, Mapping) else weights
-        self._gradients = (
-            GradientProvider(gradients) if isinstance(gradients, Mapping) else gradients
-        )
+        if isinstance(weights, Mapping):
+            weights = WeightProvider(PartRows.of(weights))
+        if isinstance(gradients, Mapping):
+            gradients = GradientProvider(PartRows.of(gradients))
+        self._weights, self._gradients = weights, gradients
         self._stacks = alone and self._weights.device.type == "cpu"
         if self._stacks:
             self._store.retained = RetainedTensors(in_stack=True, poison=debug)
-        self._state = StateStreams(
-            self._weights.streamed,
-            None if self._gradients is None else self._gradients.streamed,
-            self._gradients,
-            stages=pipeline.layers(model.num_layers).keys(),
-        )
         self._programs = StepPrograms(
             pipeline,
             policy=policy,
-            streams_weights=self._state.weights is not None,
-            streams_gradients=self._state.gradients is not None,
+            streams_weights=weights.streamed is not None,
+            streams_gradients=gradients is not None and gradients.streamed is not None,
         )
-        self._loss_terms, self._debug = loss_terms, debug
-        self._start_anew()
-
-    def _start_anew(self) -> None:
-        """Build the stages, their K/V store and the model's ends, all empty."""
-        pipeline, weights, model = self._pipeline, self._weights, self._model
+        self._is_closed = False
         exchange = pipeline.exchange
         if isinstance(exchange, MegatronSequenceParallel):
             model = exchange.sharding.own_model
@@ -165,11 +156,9 @@ class Engine:
             device=weights.device,
             heads=exchange.shard.keys if isinstance(exchange, UlyssesAllToAll) else None,
             sent=pipeline.msp_links is not None,
-            poison=self._debug,
+            poison=debug,
         )
-        self._whole = StageProviders(
-            model, weights, self._gradients, self._store, self._kv, self._loss_terms
-        )
+        self._whole = StageProviders(model, weights, gradients, self._store, self._kv, loss_terms)
         stage = partial(Stage, self._model, exchange=exchange)
         self._stages = {
             index: stage(layers=layers, providers=self._whole, input_every=pipeline.input_every)
@@ -206,7 +195,7 @@ class Engine:
             num_valid: Number of valid labels of all replicas; None if this replica is the only one.
             planned: Program and placements made for these sequences; None if all steps are alike.
             before_action: Called with the position and the action before each action; an error
-                that it raises ends the step, and the next step is as if this one never was.
+                that it raises ends the step.
             on_failure: Called with the error that ends the step, before copies are waited for.
 
         Returns:
@@ -291,8 +280,8 @@ class Engine:
 
         The device must have finished the step: the wait has no timeout.
         """
-        if self._state.gradients is not None:
-            self._state.gradients.arrive()
+        if self._gradients is not None and self._gradients.streamed is not None:
+            self._gradients.streamed.arrive()
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
@@ -317,8 +306,15 @@ class Engine:
         return self._store.take_report()
 
     def close(self) -> None:
-        """Free threads, memory and file of the offload store; repeated calls do nothing."""
-        self._store.close()
+        """Free threads, memory and file of the offload store; repeated calls do nothing.
+
+        What copies may still use, because the device does not answer, is kept.
+        """
+        self._is_closed = True
+        if self._store.close():
+            self._kv.close()
+            self._stages.clear()
+            self._shard_stages.clear()
 
     def _check(
         self,
@@ -347,44 +343,44 @@ class Engine:
         before_action: Callable[[int, Action], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> tuple[Schedule, Trace]:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed, as after an error in a step: make a new one")
         step, units = self._laid_out(
             sequences, boundaries, forward_only=loss_scale is None, planned=planned
         )
         schedule, rank = step.program, self._pipeline.rank
-        if loss_scale is not None:
-            self._prepare(step, units)
-        self._weights.begin(self._visits(schedule, units))
-        buffers = StageBuffers(
-            schedule,
-            rank=rank,
-            p2p=self._pipeline.p2p,
-            local=units.tokens,
-            message=(self._model.hidden_size, self._weights.dtype),
-        )
-        executor = Executor(
-            schedule,
-            rank=rank,
-            units=units,
-            buffers=buffers,
-            state=self._state,
-            stopwatch=self._stopwatch,
-        )
         try:
+            if loss_scale is not None:
+                self._prepare(step, units)
+            self._weights.begin(self._visits(schedule, units))
+            buffers = StageBuffers(
+                schedule,
+                rank=rank,
+                p2p=self._pipeline.p2p,
+                local=units.tokens,
+                message=(self._model.hidden_size, self._weights.dtype),
+            )
+            executor = Executor(
+                schedule,
+                rank=rank,
+                units=units,
+                buffers=buffers,
+                weights=self._weights,
+                gradients=self._gradients,
+                stopwatch=self._stopwatch,
+            )
             trace = executor.run(loss_scale=loss_scale, before_action=before_action)
             for stage in (*self._stages.values(), *self._shard_stages.values()):
                 stage.assert_idle()
         except BaseException as error:
             if on_failure is not None:
                 on_failure(error)
-            self._give_up()
+            self.close()
+            for provider in (self._weights, self._gradients):
+                if provider is not None and provider.streamed is not None:
+                    provider.streamed.close()
             raise
         return schedule, trace
-
-    def _give_up(self) -> None:
-        """Drop all that a failed step holds, unless the device does not answer and may use it."""
-        drained = [self._store.drain(), self._state.drain()]
-        if all(drained):
-            self._start_anew()
 
     def _visits(self, schedule: Schedule, units: StepUnits) -> Iterator[WeightPart]:
         """Yield the weight parts that this rank's units compute with, in order."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from sppo.engine.providers.state_streams import StateStreams
+from sppo.engine.providers.gradients import GradientProvider
+from sppo.engine.providers.weights import WeightProvider
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.engine.step_units import StepUnits
 from sppo.engine.trace import Stopwatch, Trace
 from sppo.parallel.job.peer_errors import peer_errors
-from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
+from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.schedule import Schedule
 
 _SHOWN_AROUND_FAILURE = 3
@@ -32,7 +33,8 @@ class Executor:
         rank: Pipeline rank whose program to run.
         units: Stages and units of the step.
         buffers: Tensors between stages, and messages.
-        state: Copies and reductions of weights and gradients of whole stages.
+        weights: Weights of this rank's stages.
+        gradients: Gradients of this rank's stages; None for a forward-only program.
         stopwatch: Clock of the actions.
 
     Raises:
@@ -46,12 +48,13 @@ class Executor:
         rank: int,
         units: StepUnits,
         buffers: StageBuffers,
-        state: StateStreams,
+        weights: WeightProvider,
+        gradients: GradientProvider | None,
         stopwatch: Stopwatch,
     ) -> None:
         self._program, self._training = schedule.programs[rank], schedule.is_training
-        self._units, self._buffers, self._state = units, buffers, state
-        self._stopwatch = stopwatch
+        self._units, self._buffers, self._stopwatch = units, buffers, stopwatch
+        self._weights, self._gradients = weights, gradients
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.KV: self._recompute_kv,
@@ -66,6 +69,7 @@ class Executor:
         self._deferred = {
             (action.stage, action.unit) for action in self._program if action.kind is ActionKind.W
         }
+        self._unreduced = {a.stage for a in self._program if a.kind is ActionKind.REDUCE}
         self._loss_scale: float | None = None
         unknown = sorted({str(a.kind) for a in self._program} - {*map(str, self._handlers)})
         if unknown:
@@ -108,7 +112,9 @@ class Executor:
                 error.add_note(self._context(position))
                 raise
         self._buffers.wait_all()
-        self._state.finish()
+        for provider in (self._weights, self._gradients):
+            if provider is not None and provider.streamed is not None:
+                provider.streamed.end_step()
         return trace
 
     def _forward(self, action: Action) -> None:
@@ -138,17 +144,31 @@ class Executor:
 
     def _finish_offload(self, action: Action) -> None:
         """Run a D2H; that of saved tensors was started layer by layer, by F."""
-        if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
-            self._state.run(action)
+        if action.wire == "gradients":
+            self._move_gradients(action)
 
     def _start_reload(self, action: Action) -> None:
         """Run an H2D: permit the unit's layers to return, as far ahead of B as memory allows."""
-        if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
-            self._state.run(action)
+        if action.wire == "weights":
+            assert self._weights.streamed is not None, f"{action} with weights on the device"
+            self._weights.streamed.fetch(action.stage)
+        elif action.wire == "gradients":
+            self._move_gradients(action)
+        else:
+            stage = self._units.stage(action)
+            keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
+            stage.store.permit(keys(action.unit))
+
+    def _move_gradients(self, action: Action) -> None:
+        """Start to copy the gradients of a stage to their tier, or back for a later phase."""
+        assert self._gradients is not None, f"{action} without gradients"
+        streamed = self._gradients.streamed
+        assert streamed is not None, f"{action} with gradients on the device"
+        if action.kind is ActionKind.H2D:
+            streamed.bring_back(action.stage)
             return
-        stage = self._units.stage(action)
-        keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
-        stage.store.permit(keys(action.unit))
+        self._gradients.wait_reductions()
+        streamed.leave(action.stage, complete=action.stage not in self._unreduced)
 
     def _restore_kv(self, stage: Stage) -> None:
         """Restore the K and V, of any stage of the rank, whose blocks are the next to be used."""
@@ -156,7 +176,15 @@ class Executor:
             stage.restore_kv(key, self._units.units[key.sequence, key.subsequence].span)
 
     def _reduce(self, action: Action) -> None:
-        self._state.reduce(action.stage)
+        """Start to reduce a stage's gradients; after the last stage wait for all reductions.
+
+        Reductions overlap the compute of other stages.
+        """
+        self._unreduced.discard(action.stage)
+        assert self._gradients is not None, f"{action} without gradients"
+        self._gradients.reduce(action.stage)
+        if not self._unreduced:
+            self._gradients.wait_reductions()
 
     def _context(self, position: int) -> str:
         first = max(0, position - _SHOWN_AROUND_FAILURE)

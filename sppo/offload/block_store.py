@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -35,7 +35,26 @@ from sppo.offload.retained import RetainedTensors, copied, on_its_own
 from sppo.offload.tiers import Block, DiskTier, HostTier, Slot, Slots, pack
 from sppo.offload.worker_pool import Event
 
-_NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
+
+@dataclass(slots=True)
+class _Step:
+    """Blocks of one step, and how far the step has come in the order of their use."""
+
+    schedule: OffloadSchedule
+    away: dict[ActivationKey, Block] = field(default_factory=dict)
+    """Blocks that were put and not yet got."""
+    occupants: dict[int, ActivationKey] = field(default_factory=dict)
+    """Keys of these blocks, by their offset in the tier."""
+    permitted: set[ActivationKey] = field(default_factory=set)
+    num_used: int = 0
+    """Number of keys that compute has got, the first ones of the order."""
+    num_fetched: int = 0
+    """Number of keys whose return has begun, the first ones of the order."""
+    blocks_per_layer: int = 1
+    """1, or 2 if K and V are saved as a block of their own, before the block of their layer."""
+
+    def __post_init__(self) -> None:
+        self.blocks_per_layer += any(key.is_kv for key in self.schedule.extents)
 
 
 class BlockStore:
@@ -73,8 +92,7 @@ class BlockStore:
         self._back_bytes: Counter[str] = Counter()
         self._in_use: dict[ActivationKey, Slot] = {}
         self._sources: deque[tuple[Event, list[Tensor]]] = deque()
-        self._schedule = _NOTHING
-        self._begin(_NOTHING)
+        self._step = _Step(OffloadSchedule({}, (), staging_slots=0, ring_slots=0))
 
     def reserve_host(self, schedule: OffloadSchedule) -> None:
         """Take the host memory of a step, which page-locking makes slow, before the first step.
@@ -93,22 +111,17 @@ class BlockStore:
             OSError: The disk lacks space.
             RuntimeError: The device has not finished the copies of an earlier step.
         """
-        assert not self._away, "extents of blocks that are away stay as they are"
+        assert not self._step.away, "extents of blocks that are away stay as they are"
         assert not self._in_use, "slots of blocks that are in use stay as they are"
         if self._checksums is not None:
             self._checksums.begin_step()
-        if schedule is not self._schedule and schedule.largest_bytes > 0:
-            self._schedule = _NOTHING  # so that the next step tries again if this fails
-            if not self._lane.drain():
-                raise RuntimeError(
-                    "the device does not answer, and may still copy to and from the memory of "
-                    "offloaded tensors: the step cannot start"
-                )
+        if schedule is not self._step.schedule and schedule.largest_bytes > 0:
+            self._lane.settle()
             self._tier.reserve_disk(schedule)
             self._tier.reserve_host(schedule)
             slots, slot_bytes = schedule.ring_slots, schedule.largest_bytes
             self._ring.reserve(slots, slot_bytes, self._lane.device_memory)
-        self._begin(schedule)
+        self._step = _Step(schedule)
 
     def put(
         self,
@@ -131,22 +144,22 @@ class BlockStore:
         """
         if retained is not None:
             self.retained.put(key, retained)
-        if key in self._schedule.extents:
+        if key in self._step.schedule.extents:
             self._put_away(key, offloaded or {})
         else:
             assert not offloaded, f"{key} has no place outside the device"
 
     def permit(self, keys: Iterable[ActivationKey]) -> None:
         """Permit the blocks of ``keys`` to return from now on, as ring slots become free."""
-        self._permitted.update(keys)
+        self._step.permitted.update(keys)
         self._bring_back()
 
     @property
     def next_kv(self) -> ActivationKey | None:
         """Key to get next, if it is of K and V that may return; else None."""
-        order = self._schedule.order
-        key = order[self._used] if self._used < len(order) else None
-        return key if key in self._permitted and key.is_kv else None
+        step, order = self._step, self._step.schedule.order
+        key = order[step.num_used] if step.num_used < len(order) else None
+        return key if key in step.permitted and key.is_kv else None
 
     def get(
         self, key: ActivationKey, *, owned: bool = False
@@ -163,7 +176,7 @@ class BlockStore:
             OSError: The disk failed.
             CorruptActivationError: In debugging: a tensor was altered.
         """
-        is_retained, is_away = key in self.retained.keys, key in self._away
+        is_retained, is_away = key in self.retained.keys, key in self._step.away
         assert is_retained or is_away, f"{key} is not saved"
         offloaded = self._get_back(key) if is_away else {}
         retained = self.retained.get(key, owned=owned) if is_retained else {}
@@ -179,24 +192,6 @@ class BlockStore:
             slot.empty(self._lane.computed([slot.data]))  # ordering 5
             self._bring_back()
 
-    def drain(self) -> bool:
-        """Wait for the copies of a failed step, and drop all entries.
-
-        Returns:
-            Whether all copies have ended; if not, they may still use their memory, which is kept.
-        """
-        if not self._lane.drain():
-            return False
-        self.retained.clear()
-        self._in_use.clear()
-        self._sources.clear()
-        self._out_bytes.clear()
-        self._back_bytes.clear()
-        if self._checksums is not None:
-            self._checksums.clear()
-        self._begin(_NOTHING)  # the next step gets empty slots
-        return True
-
     def take_report(self) -> CopyReport:
         """Return bytes and times of the copies since the last call, and the reserved memory."""
         report = replace(
@@ -211,35 +206,46 @@ class BlockStore:
         self._back_bytes.clear()
         return report
 
-    def close(self) -> None:
-        """End all copies and free memory and file; repeated calls do nothing."""
-        self._lane.close()
+    def close(self) -> bool:
+        """End all copies, drop all entries, and free memory and file; repeated calls do nothing.
+
+        Returns:
+            Whether all copies have ended; if not, they may still use their memory, which is kept.
+        """
+        if not self._lane.close():
+            return False
+        self.retained.close()
+        self._in_use.clear()
+        self._sources.clear()
+        self._step.away.clear()
         self._tier.host.release()
         self._ring.release()
+        return True
 
     @property
     def num_entries(self) -> int:
         """Number of keys put and not yet got, or whose slots are not yet freed."""
-        return len(self.retained.keys | self._away.keys()) + len(self._in_use)
+        return len(self.retained.keys | self._step.away.keys()) + len(self._in_use)
 
     def _put_away(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """Start to copy ``tensors`` out; the dictionary may be empty."""
-        assert key not in self._away, f"{key} is saved already"
+        step = self._step
+        assert key not in step.away, f"{key} is saved already"
         # On a GPU, sources live until they are copied, and a view would keep its whole base alive.
         tensors = {
             name: on_its_own(tensor.contiguous()) if tensor.is_cuda else tensor.contiguous()
             for name, tensor in tensors.items()
         }
-        block = self._away[key] = pack(key, self._schedule.extents[key], tensors)
+        block = step.away[key] = pack(key, step.schedule.extents[key], tensors)
         if not tensors:
             return
-        occupant = self._occupants.setdefault(block.extent.offset_bytes, key)
+        occupant = step.occupants.setdefault(block.extent.offset_bytes, key)
         assert occupant == key, f"{key} is saved where {occupant} still lies"
         self._out_bytes.update(block.bytes_by_class)
         if self._checksums is not None:
             self._checksums.note(key, tensors)
         self._sources.append((self._tier.send(block, tensors), [*tensors.values()]))
-        self._let_go(self._source_lag * self._blocks_per_layer)
+        self._let_go(self._source_lag * step.blocks_per_layer)
 
     def _let_go(self, still_held: int) -> None:
         """Let compute reuse the sources of all copies out except the last ``still_held``."""
@@ -250,19 +256,18 @@ class BlockStore:
 
     def _get_back(self, key: ActivationKey) -> dict[str, Tensor]:
         """Return the tensors of ``key``, the block to use next, as views of the ring."""
-        expected = self._schedule.order[self._used]
-        assert key == expected, f"{key} is taken before {expected}"
-        self._used += 1
+        step, order = self._step, self._step.schedule.order
+        assert key == order[step.num_used], f"{key} is taken before {order[step.num_used]}"
+        step.num_used += 1
         self._bring_back()
-        block = self._away.pop(key)
-        if block.tensors:
-            assert self._fetched >= self._used, f"{key} has no ring slot: too many are in use"
-            del self._occupants[block.extent.offset_bytes]
-            self._bring_back(wanted=block)
-        if self._used == len(self._schedule.order):
+        if step.num_used == len(order):
             self._let_go(0)
+        block = step.away.pop(key)
         if not block.tensors:
             return {}
+        assert step.num_fetched >= step.num_used, f"{key} has no ring slot: too many are in use"
+        del step.occupants[block.extent.offset_bytes]
+        self._bring_back(wanted=block)
         self._lane.before_compute(block.back)  # ordering 4
         self._in_use[key] = block.ring
         self._back_bytes.update(block.bytes_by_class)
@@ -274,26 +279,14 @@ class BlockStore:
     def _bring_back(self, *, wanted: Block | None = None) -> None:
         """Enqueue the copies back of ``wanted`` and the next blocks, as far as there is room."""
         self._tier.advance(wanted)
-        for key in self._schedule.order[self._fetched : self._used + PREFETCH_LAYERS]:
-            block = self._away.get(key)
+        step = self._step
+        for key in step.schedule.order[step.num_fetched : step.num_used + PREFETCH_LAYERS]:
+            block = step.away.get(key)
             if block is None:
                 return  # not saved yet: belongs to a later sequence
             if block.tensors:
-                if key not in self._permitted or self._ring.is_full or self._tier.is_full:
+                if key not in step.permitted or self._ring.is_full or self._tier.is_full:
                     return
                 block.ring = self._ring.take()
                 self._tier.fetch(block)
-            self._fetched += 1
-
-    def _begin(self, schedule: OffloadSchedule) -> None:
-        """Begin a step, before its first block."""
-        self._schedule = schedule
-        self._away: dict[ActivationKey, Block] = {}
-        self._occupants: dict[int, ActivationKey] = {}
-        self._permitted: set[ActivationKey] = set()
-        self._used = 0
-        """Number of keys that compute has got, the first ones of the order."""
-        self._fetched = 0
-        """Number of keys whose return has begun, the first ones of the order."""
-        # K and V are saved as a block of their own, before the block of their layer.
-        self._blocks_per_layer = 1 + any(key.is_kv for key in schedule.extents)
+            step.num_fetched += 1

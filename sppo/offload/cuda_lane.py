@@ -117,18 +117,17 @@ class CudaLane(Lane):
         stream.wait_event(event.event)
         end.record(stream)
 
-    def drain(self) -> bool:
-        """Skip transfers that have not started, wait for all copies, drop errors and times.
+    def settle(self) -> None:
+        """Wait until the device has done all copies.
 
-        Returns:
-            Whether the device has done all copies in time; if not, it may still use the memory.
+        Raises:
+            RuntimeError: The device does not answer, and may still copy to and from the memory.
         """
-        if not self.file.drain(limit_s=0.0 if self.given_up else self._failed_step_timeout_s):
-            self.given_up = True
-        done = self._wait_for_device()
-        # Events of skipped copies were never recorded.
-        self._timings, self._exposed_s = {}, 0.0
-        return done
+        if not self._wait_for_device():
+            raise RuntimeError(
+                "the device does not answer, and may still copy to and from the memory of "
+                "offloaded tensors: the step cannot start"
+            )
 
     def take_times(self) -> CopyReport:
         """Return the times since the last call; waits for the device, so call it between steps."""
@@ -146,20 +145,22 @@ class CudaLane(Lane):
             back_s=max(seconds.get("back", 0.0), read_s),
         )
 
-    def close(self) -> None:
-        """End threads and copies, and free file and memory; repeated calls do nothing.
+    def close(self) -> bool:
+        """Skip transfers that have not started, and free file and memory; may be repeated.
 
-        If the device does not finish in time, file and memory are kept until the process ends.
+        Returns:
+            Whether the device has done all copies in time; if not, it may still use file and
+            memory, which are kept until the process ends.
         """
         if self._closed:
-            return
-        if self._failed_step_timeout_s is not None:
-            self.drain()
-        self.file.close(waits=not self.given_up)
+            return not self.given_up
+        if not self.file.close(limit_s=0.0 if self.given_up else self._failed_step_timeout_s):
+            self.given_up = True
         if self._wait_for_device():
             for arena in self._arenas.values():
                 arena.release()
         self._closed = True  # last, so that an interrupted close can be repeated
+        return not self.given_up
 
     def _wait_for_device(self) -> bool:
         """Wait for all work of the device; return False if it fails or does not finish in time."""

@@ -29,10 +29,6 @@ class HeldBytes:
         """Subtract the bytes of ``tensors``."""
         self.add(-total_bytes(tensors))
 
-    def clear(self) -> None:
-        """Set the bytes held now to 0."""
-        self.add(-self.now)
-
     def reset_peak(self) -> None:
         """Reset the peak to the bytes held now."""
         self.peak = self.now

@@ -101,14 +101,12 @@ class Lane:
         finally:
             self._exposed_s += time.perf_counter() - begin_s
 
-    def drain(self) -> bool:
-        """Skip copies that have not started, wait for the others, drop errors and times.
+    def settle(self) -> None:
+        """Wait between steps until no copy is in flight: on a CPU, compute has waited for all.
 
-        Returns:
-            Whether all copies have ended; if not, they may still use their memory.
+        Raises:
+            RuntimeError: The device does not answer.
         """
-        self.take_times()
-        return self.file.drain()
 
     def take_times(self) -> CopyReport:
         """Return a report of the times since the last call, without bytes."""
@@ -116,9 +114,13 @@ class Lane:
         out_s, back_s = self.file.take_s()
         return CopyReport(exposed_s=exposed_s, out_s=out_s, back_s=back_s)
 
-    def close(self) -> None:
-        """End all copies and free file and memory; repeated calls do nothing."""
-        self.file.close()
+    def close(self) -> bool:
+        """Skip copies that have not started, and free file and memory; repeated calls do nothing.
+
+        Returns:
+            Whether the other copies have ended; if not, they may still use their memory.
+        """
+        return self.file.close()
 
 
 class MappedFileLane(Lane):
@@ -144,14 +146,9 @@ class MappedFileLane(Lane):
         """Start to copy in a thread."""
         return self._threads.submit(partial(self._copy, copies), after=after)
 
-    def drain(self) -> bool:
-        """Skip copies that have not started, wait for the others, drop errors and times."""
-        self.take_times()
-        return self._threads.drain()
-
-    def close(self) -> None:
-        """End the threads; repeated calls do nothing."""
-        self._threads.close()
+    def close(self) -> bool:
+        """Skip copies that have not started, and end the threads; repeated calls do nothing."""
+        return self._threads.close()
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         for target, source in copies:

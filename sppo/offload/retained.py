@@ -88,13 +88,11 @@ class RetainedTensors:
         for tensor in self._lent.pop(key, ()):
             tensor.fill_(float("nan"))
 
-    def clear(self) -> None:
-        """Drop all tensors."""
+    def close(self) -> None:
+        """Drop all tensors and the stack."""
         self._tensors.clear()
-        self.held.clear()
         self._lent.clear()
-        self._begins.clear()
-        self._end_bytes = 0
+        self._arena = None
 
     def _stacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy ``tensors`` onto the stack, and return the copies."""

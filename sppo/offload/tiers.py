@@ -211,7 +211,6 @@ class DiskTier(HostTier):
 
     def reserve_disk(self, schedule: OffloadSchedule) -> None:
         """Reserve the file of a step, once no copy is in flight."""
-        self._reads.clear()  # of a failed step
         if schedule.tier_bytes > self.disk_bytes:
             self.disk_bytes = 0
             self._lane.file.open(self._directory, schedule.tier_bytes)

@@ -4,7 +4,7 @@ Work waits for the events it depends on and then runs; its future is an event fo
 event failed, the dependent work fails, too, so work never runs on wrong data.
 
 Futures are those of `concurrent.futures`, but its executor is not used: a signal handler may raise
-anywhere in ``ThreadPoolExecutor.submit``, which then keeps its locks, and aborting the step would
+anywhere in ``ThreadPoolExecutor.submit``, which then keeps its locks, and closing it would
 deadlock. Here work is enqueued by a single call into C.
 """
 
@@ -51,20 +51,18 @@ class WorkerPool:
     def __init__(
         self, name: str, *, threads: int = THREADS, begin: Callable[[], None] | None = None
     ) -> None:
-        self._cancelled = False
+        self._closed = False
         self._error: BaseException | None = None
         # Entries refer to the pool and threads do not, so that an idle pool can be collected.
         self._queues: list[_Queue] = [SimpleQueue() for _ in range(threads)]
         self._turns = cycle(self._queues)
-        self._threads = [
-            threading.Thread(target=_serve, args=(queue,), name=f"{name} {index}", daemon=True)
-            for index, queue in enumerate(self._queues)
-        ]
-        for thread, queue in zip(self._threads, self._queues, strict=True):
-            thread.start()
+        # Thread.join is not safe in code that signal handlers may interrupt.
+        self._ends: list[Future[None]] = [Future() for _ in range(threads)]
+        for index, (queue, end) in enumerate(zip(self._queues, self._ends, strict=True)):
+            work = (queue, end)
+            threading.Thread(target=_serve, args=work, name=f"{name} {index}", daemon=True).start()
             weakref.finalize(self, queue.put, None).atexit = False
-        # Thread.is_alive is not safe in code that signal handlers may interrupt.
-        self._process: int | None = os.getpid()
+        self._process = os.getpid()
         if begin is not None:
             for queue in self._queues:
                 queue.put((_Work(), begin, self))
@@ -81,7 +79,7 @@ class WorkerPool:
         Raises:
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
-        if not self._has_threads:
+        if self._closed or self._process != os.getpid():  # forks do not inherit threads
             raise RuntimeError("the pool has no threads any more")
         assert pieces, "nobody would end the future"
         work = _Work(after, len(pieces))
@@ -90,13 +88,13 @@ class WorkerPool:
         return work.future
 
     def check(self) -> None:
-        """Raise the first error since the last :meth:`drain`, if any."""
+        """Raise the first error, if any."""
         error = self._error
         if error is not None:
             raise _copied(error)
 
-    def drain(self, *, limit_s: float | None = None) -> bool:
-        """Skip all work that has not started, wait for the other work, and drop errors.
+    def close(self, *, limit_s: float | None = None) -> bool:
+        """Skip all work that has not started, and end the threads; may be repeated.
 
         Args:
             limit_s: Longest wait in seconds; None for no limit.
@@ -104,44 +102,17 @@ class WorkerPool:
         Returns:
             Whether all work has ended. If not, work that has not started is still skipped.
         """
-        self._cancelled = True
-        if self._has_threads:
-            # New work: a caller that was interrupted while submitting has no last future.
-            marks = [_Work() for _ in self._queues]
-            for queue, mark in zip(self._queues, marks, strict=True):
-                queue.put((mark, _nothing, self))
-            if wait([mark.future for mark in marks], timeout=limit_s).not_done:
-                return False
-        self._error, self._cancelled = None, False
-        return True
-
-    def close(self, *, waits: bool = True) -> None:
-        """Skip all work that has not started, and end the threads; may be repeated.
-
-        Args:
-            waits: Whether to wait until the threads have ended.
-        """
-        self._cancelled, self._process = True, None
+        self._closed = True
         for queue in self._queues:
             queue.put(None)
-        for thread in self._threads if waits else ():
-            thread.join()
-
-    @property
-    def _has_threads(self) -> bool:
-        """True if the pool is open and belongs to this process: forks do not inherit threads."""
-        return self._process == os.getpid()
+        return self._process != os.getpid() or not wait(self._ends, timeout=limit_s).not_done
 
     def _run(self, work: _Work, piece: Callable[[], None]) -> None:
-        """Run a piece in a thread, and record its error.
-
-        The error is recorded before the future is done: the waiter may call :meth:`drain`, and an
-        error recorded later would fail the next step.
-        """
+        """Run a piece in a thread, and record its error before the future is done."""
         try:
             for event in work.after:
                 wait_for(event)
-            if self._cancelled:
+            if self._closed:
                 raise CancelledError(_CANCELLED)
             if work.error is None:
                 piece()
@@ -186,7 +157,7 @@ def wait_for(event: Event) -> None:
             del error  # breaks the reference cycle of frame and error
 
 
-def _serve(queue: _Queue) -> None:
+def _serve(queue: _Queue, end: Future[None]) -> None:
     """Run the work of a queue until the pool is dropped or closed; the body of a thread.
 
     References to work and events are dropped before the future is done, and the future has none.
@@ -203,10 +174,7 @@ def _serve(queue: _Queue) -> None:
         elif is_last:
             future.set_exception(error)
         del future, error  # otherwise kept alive until the next work is submitted
-
-
-def _nothing() -> None:
-    """Do nothing, as work that only marks a point in the queue."""
+    end.set_result(None)
 
 
 def _copied(error: BaseException) -> BaseException:

@@ -22,7 +22,7 @@ from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.state_tiers import StateTiers
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
+from sppo.engine.providers.streamed_rows import StreamedGradients, StreamedWeights
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead

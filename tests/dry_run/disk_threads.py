@@ -76,13 +76,10 @@ class FakeFile:
             after=after,
         )
 
-    def drain(self, *, limit_s: float | None = None) -> bool:
-        """Return True, since all submitted work is done."""
-        return True
-
     def take_s(self) -> tuple[float, float]:
         """Return the seconds of writes and reads, which take none."""
         return 0.0, 0.0
 
-    def close(self, *, waits: bool = True) -> None:
-        """Do nothing, since there is no file."""
+    def close(self, *, limit_s: float | None = None) -> bool:
+        """Return True, since all submitted work is done."""
+        return True

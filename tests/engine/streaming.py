@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.providers.gradients import GradientProvider
-from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
+from sppo.engine.providers.part_rows import PartRows
+from sppo.engine.providers.streamed_rows import StreamedGradients, StreamedWeights
 from sppo.engine.providers.weights import WeightProvider
 from sppo.model.gradients import zero_gradients
+from sppo.parallel.flat_row import FlatRow
 from sppo.parallel.megatron import WeightSharding
 
 
@@ -31,7 +34,7 @@ class LateLane:
     def before_compute(self, event):
         event.exception()
 
-    def drain(self):
+    def close(self):
         while self._waiting:
             self._waiting[0].exception()
         return True
@@ -67,12 +70,13 @@ class Streamed:
         self.gradients = zero_gradients(weights)
         for total in self.gradients.values():
             total.fill_(float("nan"))  # of the step before
-        self.weights = StreamedWeights(weights, **how)
-        self.sums = StreamedGradients(self.gradients, **how)
+        layouts = {name: FlatRow({name: s}) for name, s in parameter_shapes(model).items()}
+        self.weights = StreamedWeights({n: w.view(-1) for n, w in weights.items()}, **how)
+        self.sums = StreamedGradients({n: g.view(-1) for n, g in self.gradients.items()}, **how)
         self.engine = Engine(
             model,
-            weights=WeightProvider(self.weights),
-            gradients=GradientProvider(self.sums),
+            weights=WeightProvider(PartRows(self.weights, layouts, {})),
+            gradients=GradientProvider(PartRows(self.sums, layouts, {})),
             pipeline=pipeline,
             debug=True,
         )

@@ -175,21 +175,19 @@ class EmulatedLane:
         if self.error is not None:
             raise self.error
 
-    def drain(self):
-        for pending in self._pending.values():
-            pending.clear()
-        self._sources.clear()
-        self.error = None
-        self._compute.learn(self._ended.clock)  # what was discarded has ended, too
+    def settle(self):
+        assert not any(self._pending.values()), "a step waits for all its copies"
+        self._compute.learn(self._ended.clock)
         for actor in self._streams.values():
             actor.learn(self._compute.clock)
-        return True
 
     def take_times(self):
         return CopyReport()
 
     def close(self):
-        pass
+        for pending in self._pending.values():
+            pending.clear()
+        return True
 
     def force(self, copy):
         """Run it, and first what comes before it in its stream or by an event."""

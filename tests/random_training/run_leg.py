@@ -18,7 +18,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.streamed_tensors import StreamedGradients, StreamedWeights
+from sppo.engine.providers.streamed_rows import StreamedGradients, StreamedWeights
 from sppo.model.gradients import zero_gradients
 from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW

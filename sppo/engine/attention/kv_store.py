@@ -1,13 +1,13 @@
 """Store of the keys and values of whole sequences, written in place and read as a prefix.
 
 One buffer ``[S, K, D]`` per (layer, sequence) for K and for V, allocated at the first write.
-Writing the same positions twice is idempotent, so recomputation needs no second protocol.
 Gradients are summed in buffers of the same shape in the accumulation dtype, allocated at a
 sequence's first backward. Readers get views of these buffers, lent until the sequence is released;
 the next sequence then reuses the buffers, so tensors that must live longer have to be copied.
 
-Forward spans of a sequence ascend without gaps, backward spans descend from its end. When a span
-runs backward, every later span has therefore added its part, and the span's own slice is complete.
+Forward spans of a sequence ascend without gaps, from 0 again once it was released, and backward
+spans descend from its end. When a span runs backward, every later span has therefore added its
+part, and the span's own slice is complete.
 
 Legend: S tokens of the sequence, C of a unit, T up to its end, K key/value heads, D head size.
 """
@@ -100,6 +100,11 @@ class KVStore:
                     self.held.remove_tensors([buffer])
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
+    def close(self) -> None:
+        """Free all buffers; no other call may follow."""
+        self._entries.clear()
+        self._spare.clear()
+
     def empty(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised ``[tokens, K, D]`` tensor that the store does not keep."""
         return empty_keys(tokens, *self._tail, dtype=dtype, device=self._device, sent=self._sent)
@@ -148,13 +153,13 @@ class StoredKV:
     def write(self, k_CKD: Tensor, v_CKD: Tensor) -> None:
         """Store keys and values of all tokens of the unit."""
         entry, start, end = self._entry, self.span.start, self.span.end
-        assert start <= entry.written, (
-            f"layer {self.layer}, sequence {self.sequence}: forward at {start} leaves a gap after "
-            f"{entry.written}"
+        assert start == entry.written, (
+            f"layer {self.layer}, sequence {self.sequence}: forward at {start}, where "
+            f"{entry.written} tokens are written"
         )
         entry.k[start:end].copy_(k_CKD)
         entry.v[start:end].copy_(v_CKD)
-        entry.written = max(entry.written, end)
+        entry.written = end
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return (k_TKD, v_TKD) from :attr:`first_key` to the end of the unit."""

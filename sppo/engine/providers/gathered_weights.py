@@ -24,7 +24,6 @@ class GatheredWeights(WeightProvider):
 
     def __init__(self, shards: PartRows) -> None:
         super().__init__(shards)
-        self._shards = shards
         self._visits: Iterator[WeightPart] = iter(())
         self._next: WeightPart | None = None
         self._ahead: list[RowMessage] | None = None
@@ -60,7 +59,7 @@ class GatheredWeights(WeightProvider):
 
     def _fetch_ahead(self) -> None:
         """Start to gather the next part, if shards are on the device and the memory suffices."""
-        part, shards = self._next, self._shards
+        part, shards = self._next, self._weights
         if part is None or part == self._held_part or self._ahead is not None:
             return
         whole = shards.part_bytes[part]
@@ -79,4 +78,4 @@ class GatheredWeights(WeightProvider):
         assert messages is not None, "room was made for what is wanted next"
         for message in messages:
             message.wait()
-        return self._shards.views(part, messages)
+        return self._weights.views(part, messages)

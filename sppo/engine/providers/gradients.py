@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from sppo.engine.providers.part_rows import WeightPart, names_by_part, stored, take_peak_bytes
-from sppo.engine.providers.streamed_tensors import StreamedGradients
+from sppo.engine.providers.part_rows import PartRows, WeightPart
+from sppo.engine.providers.streamed_rows import StreamedGradients
 
 
 class GradientProvider:
@@ -22,8 +22,8 @@ class GradientProvider:
     once per stage, and :meth:`wait_reductions` after the last stage: sums are not complete before.
 
     Args:
-        sums: Sums of all parameters of the rank's stages by global name, which are whole on the
-            device whenever their stage runs.
+        sums: Sums of all parameters of the rank's stages, which are on the device whenever their
+            stage runs.
         reduce: Function that starts the reduction of a stage's gradients over the ranks that hold
             the same stage.
         wait_reductions: Function that waits for all started reductions.
@@ -31,17 +31,19 @@ class GradientProvider:
 
     def __init__(
         self,
-        sums: Mapping[str, Tensor],
+        sums: PartRows,
         *,
         reduce: Callable[[int], None] = lambda stage: None,
         wait_reductions: Callable[[], None] = lambda: None,
     ) -> None:
         self._reduce, self._wait_reductions = reduce, wait_reductions
-        self._sums, self._names = sums, names_by_part(sums)
+        self._sums = sums
+        self.streamed = sums.rows if isinstance(sums.rows, StreamedGradients) else None
+        """Sums in another tier, to which the program moves them; None if they stay here."""
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return the tensors to add gradients of ``part`` to, named like the part's weights."""
-        return {local: self._sums[name] for local, name in self._names[part].items()}
+        return self._sums.views(part)
 
     def release(self, part: WeightPart) -> None:
         """Take back the tensors that :meth:`take` returned; the caller must not add to them."""
@@ -54,15 +56,9 @@ class GradientProvider:
         """Wait until all released gradients are in the sums, and started reductions are done."""
         self._wait_reductions()
 
-    @property
-    def streamed(self) -> StreamedGradients | None:
-        """Sums in another tier, to which the program moves them; None if they stay here."""
-        rows = stored(self._sums)
-        return rows if isinstance(rows, StreamedGradients) else None
-
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary gradients on the device since the last call."""
-        return take_peak_bytes(self._sums)
+        return self._sums.take_peak_bytes()
 
 
 @contextmanager

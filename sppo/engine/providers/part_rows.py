@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.engine.providers.streamed_tensors import StreamedTensors
+from sppo.engine.providers.streamed_rows import StreamedRows
 from sppo.parallel.flat_row import FlatRow
 from sppo.parallel.row_messages import RowMessage
 
@@ -22,7 +21,7 @@ WeightPart = int | Literal["embedding", "head"]
 """Weights taken together: an int is the layer of that index in the model, "embedding" the embedding
 and learned positions, "head" the final norm and the projection to the vocabulary."""
 Rows = Mapping[str, Tensor]
-"""Rows by key on the device, or the rows that are streamed to it."""
+"""Rows by key on the device, or :class:`StreamedRows`, which come to it."""
 
 
 class PartRows(Mapping[str, Tensor]):
@@ -44,10 +43,12 @@ class PartRows(Mapping[str, Tensor]):
         groups: Mapping[str, ProcessGroup],
     ) -> None:
         self.rows, self._layouts, self._groups = rows, layouts, groups
-        self.dtype, self.device = format_of(rows)
+        self._streamed = rows if isinstance(rows, StreamedRows) else None
+        first = self._streamed or next(iter(rows.values()))
+        self.dtype, self.device = first.dtype, first.device
         self._keys = {name: key for key, layout in layouts.items() for name in layout.shapes}
         self._names = names_by_part(self._keys)
-        stay = [] if isinstance(rows, StreamedTensors) else [k for k in layouts if k not in groups]
+        stay = [] if self._streamed is not None else [k for k in layouts if k not in groups]
         self._resident = {n: v for key in stay for n, v in layouts[key].views(rows[key]).items()}
         """Parameters that are whole all the time: a view costs the host some microseconds."""
         sharded = {part: self._sharded_keys(part) for part in self._names}
@@ -61,6 +62,12 @@ class PartRows(Mapping[str, Tensor]):
         )
         """Most bytes of sharded rows that are whole at once."""
         self._peak_bytes = 0
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor]) -> PartRows:
+        """Return contiguous parameters that stay on the device, each with a row of its own."""
+        layouts = {name: FlatRow({name: tuple(p.shape)}) for name, p in parameters.items()}
+        return cls({name: p.view(-1) for name, p in parameters.items()}, layouts, {})
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a parameter; compute issued from now on waits for a streamed row."""
@@ -105,8 +112,7 @@ class PartRows(Mapping[str, Tensor]):
 
     def are_here(self, part: WeightPart) -> bool:
         """Return whether the sharded rows of a part are on the device, or being copied to it."""
-        rows = self.rows
-        return not isinstance(rows, StreamedTensors) or rows.has(self._sharded_keys(part))
+        return self._streamed is None or self._streamed.has(self._sharded_keys(part))
 
     def count_whole(self, num_bytes: int) -> None:
         """Note the bytes of sharded rows that are whole."""
@@ -115,31 +121,11 @@ class PartRows(Mapping[str, Tensor]):
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of whole sharded rows plus streamed rows since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0
-        return peak + take_peak_bytes(self.rows)
+        return peak + (0 if self._streamed is None else self._streamed.take_peak_bytes())
 
     def _sharded_keys(self, part: WeightPart) -> list[str]:
         keys = dict.fromkeys(self._keys[name] for name in self._names[part].values())
         return [key for key in keys if key in self._groups]
-
-
-def stored(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the rows that ``tensors`` are views of, or ``tensors`` themselves."""
-    return tensors.rows if isinstance(tensors, PartRows) else tensors
-
-
-def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype of ``tensors`` and the device on which compute uses them."""
-    if isinstance(tensors, StreamedTensors | PartRows):
-        return tensors.dtype, tensors.device
-    first = next(iter(tensors.values()))
-    return first.dtype, first.device
-
-
-def take_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the peak bytes of temporary ``tensors`` on the device since the last call."""
-    if isinstance(tensors, StreamedTensors | PartRows):
-        return tensors.take_peak_bytes()
-    return 0
 
 
 def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:

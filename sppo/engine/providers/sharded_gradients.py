@@ -24,7 +24,6 @@ class ShardedGradients(GradientProvider):
 
     def __init__(self, shards: PartRows) -> None:
         super().__init__(shards)
-        self._shards = shards
         self._taken: dict[str, Tensor] = {}
         self._taken_part: WeightPart | None = None
         self._forming: list[RowMessage] = []
@@ -33,7 +32,7 @@ class ShardedGradients(GradientProvider):
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return tensors to add the gradients of ``part`` to: zeros, or unsharded sums."""
         assert self._taken_part is None, f"{part} is taken before {self._taken_part} is released"
-        shards = self._shards
+        shards = self._sums
         if self._under_way_bytes() + shards.part_bytes[part] > shards.room_bytes:
             self.wait_reductions()
         self._taken_part, self._forming = part, shards.messages(part, torch.zeros)
@@ -55,7 +54,7 @@ class ShardedGradients(GradientProvider):
         """Wait for the reductions in flight and add their results to the shards."""
         while self._under_way:
             message = self._under_way.pop(0)
-            self._shards.rows[message.key].add_(message.wait()[message.layout.own])
+            self._sums.rows[message.key].add_(message.wait()[message.layout.own])
 
     def _under_way_bytes(self) -> int:
         return sum(message.size_bytes for message in self._under_way)

@@ -13,15 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sppo.engine.providers.part_rows import (
-    PartRows,
-    WeightPart,
-    format_of,
-    names_by_part,
-    stored,
-    take_peak_bytes,
-)
-from sppo.engine.providers.streamed_tensors import StreamedWeights
+from sppo.engine.providers.part_rows import PartRows, WeightPart
+from sppo.engine.providers.streamed_rows import StreamedWeights
 
 
 class PartProvider(Protocol):
@@ -43,13 +36,15 @@ class WeightProvider:
     announced order, one visit at a time. Weights must not be used after their release.
 
     Args:
-        weights: All parameters of the rank's stages by global name, which are on the device
-            whenever their stage runs.
+        weights: All parameters of the rank's stages, which are on the device whenever their stage
+            runs.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self.dtype, self.device = format_of(weights)
-        self._weights, self._names = weights, names_by_part(weights)
+    def __init__(self, weights: PartRows) -> None:
+        self.dtype, self.device, self._weights = weights.dtype, weights.device, weights
+        rows = weights.rows
+        self.streamed = rows if isinstance(rows, StreamedWeights) else None
+        """Weights in another tier, which the program fetches; None if they stay on the device."""
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
         """Prepare for a step, before which all parts of an earlier step were taken and released.
@@ -61,25 +56,18 @@ class WeightProvider:
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return the weights of ``part``, by name within the layer, or else by global name."""
-        return {local: self._weights[name] for local, name in self._names[part].items()}
+        return self._weights.views(part)
 
     def release(self, part: WeightPart) -> None:
         """Release the weights of ``part`` that :meth:`take` returned."""
 
     def row(self, layer: int) -> Tensor:
         """Return the flat row of a layer whose weights are whole on this rank."""
-        assert isinstance(self._weights, PartRows), "ranks that lend weights have rows"
         return self._weights.row(layer)
-
-    @property
-    def streamed(self) -> StreamedWeights | None:
-        """Weights in another tier, which the program fetches; None if they stay on the device."""
-        rows = stored(self._weights)
-        return rows if isinstance(rows, StreamedWeights) else None
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary weights on the device since the last call."""
-        return take_peak_bytes(self._weights)
+        return self._weights.take_peak_bytes()
 
 
 @contextmanager

@@ -131,25 +131,23 @@ class FileTier:
         """
         return self._start(offset_bytes, array, after, "reading")
 
-    def drain(self, *, limit_s: float | None = None) -> bool:
-        """Skip transfers that have not started; return whether the others ended within limit_s."""
-        return self._pool is None or self._pool.drain(limit_s=limit_s)
-
     def take_s(self) -> tuple[float, float]:
         """Return the seconds in which the disk was (written, read) since the last call."""
         return self._busy["writing"].take_s(), self._busy["reading"].take_s()
 
-    def close(self, *, waits: bool = True) -> None:
-        """End the threads and free the space; repeated calls do nothing.
+    def close(self, *, limit_s: float | None = None) -> bool:
+        """Skip transfers that have not started, and free the space; repeated calls do nothing.
 
         Args:
-            waits: Whether to wait for transfers that have started. If not, the file is kept until
-                the process ends.
+            limit_s: Longest wait in seconds for the other transfers; None for no limit.
+
+        Returns:
+            Whether these have ended. If not, the file is kept until the process ends.
         """
-        if self._pool is not None:
-            self._pool.close(waits=waits)
-        if self._file is not None and waits:
+        ended = self._pool is None or self._pool.close(limit_s=limit_s)
+        if self._file is not None and ended:
             self._file.close()
+        return ended
 
     def _start(
         self, offset_bytes: int, array: NDArray[np.uint8], after: Sequence[Event], verb: _Verb

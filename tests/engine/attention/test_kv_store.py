@@ -1,5 +1,9 @@
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.unit import TokenSpan
@@ -19,6 +23,19 @@ def unit(store, start, end, *, sequence=0, layer=0):
 def write(store, start, tokens, *, value=1.0, **where):
     k, v = keys(tokens, value=value), keys(tokens, value=-value)
     unit(store, start, start + tokens, **where).write(k, v)
+
+
+@given(st.sets(st.integers(1, 9)), st.integers(0, 10))
+def test_units_are_written_one_after_another_and_read_as_a_prefix(inner, elsewhere):
+    store, cuts = KVStore(MODEL, dtype=torch.float32), [0, *sorted(inner), 10]
+    for start, end in pairwise(cuts):
+        if elsewhere != start:
+            with pytest.raises(AssertionError, match=f"where {start} tokens are written"):
+                write(store, elsewhere, 10 - elsewhere)
+        write(store, start, end - start, value=float(start))
+        k, v = unit(store, start, end).read()
+        assert (k == -v).all()
+        assert k[:, 0, 0].tolist() == [float(max(c for c in cuts if c <= i)) for i in range(end)]
 
 
 @pytest.mark.parametrize(
