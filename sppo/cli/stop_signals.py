@@ -1,9 +1,11 @@
 """Handling of SIGTERM and SIGINT: one line on stderr, and exit code 128 plus the signal's number.
 
 The first signal is raised as an exception in the main thread, so that locks and partial files are
-cleaned up as after any other error. A second one ends the process at once. A training loop installs
+cleaned up as after any other error. A second one ends the process at once, and so does a first one
+where its exception would be lost: in an import, a destructor or a callback. A training loop installs
 :class:`sppo.training.interruption.StopRequest` instead, which saves first. This module is imported
-before all others of the command, and therefore imports nothing slow.
+before all others of the command, with all that its handler needs: a handler that imported a module
+could interrupt the import of the same module.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
+from sppo.parallel.job.environment import is_stopped_rank
 from sppo.parallel.job.signals import STOP_SIGNALS, stopped_exit_code
 
 _REPEATED_S = 0.2
@@ -30,6 +34,7 @@ class Stopped(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
+        self.number = number
         self.exit_code = stopped_exit_code(number)
         """Exit code; it also tells a rank's flight record that the reason is printed elsewhere."""
 
@@ -45,6 +50,7 @@ def stop_signals() -> Iterator[None]:
         SystemExit: A signal arrived.
     """
     handler = _Handler()
+    sys.unraisablehook = _ignored
     for number in STOP_SIGNALS:
         signal.signal(number, handler.stop)
     try:
@@ -79,9 +85,15 @@ class _Handler:
             return
         self.number, self._first_s = number, time.monotonic()
         if _is_importing(frame):
-            _say_stopped(number)
-            os._exit(stopped_exit_code(number))
+            _end_at_once(number)
         raise Stopped(number)
+
+
+def _ignored(ignored: sys.UnraisableHookArgs) -> None:
+    """End the process if Python ignores Stopped, as it does in destructors and callbacks."""
+    if isinstance(ignored.exc_value, Stopped):
+        _end_at_once(ignored.exc_value.number)
+    sys.__unraisablehook__(ignored)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -92,9 +104,12 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
+def _end_at_once(number: int) -> NoReturn:
+    _say_stopped(number)
+    os._exit(stopped_exit_code(number))
+
+
 def _say_stopped(number: int, advice: str = "") -> None:
     """Print which signal ended the process, unless the launcher says why it stopped this rank."""
-    from sppo.parallel.job.environment import is_stopped_rank
-
     if not is_stopped_rank(os.environ):
         os.write(2, f"error: stopped by {signal.Signals(number).name}{advice}\n".encode())

@@ -43,9 +43,11 @@ with stop_signals():
     assert ended(code) == (128 + number, "tidied\n", f"error: stopped by {number.name}\n")
 
 
-def test_an_import_that_lets_no_exception_pass(tmp_path):
+@pytest.mark.parametrize("imported", ["", "import sys; sys.modules['tempfile'] = None"])
+def test_an_import_that_lets_no_exception_pass(tmp_path, imported):
+    """Also if what is half imported then is a module that other parts of the command use."""
     (tmp_path / "optional.py").write_text(
-        "import os\nos.kill(os.getpid(), 15)\nfor _ in range(9): pass\n"
+        f"{imported}\nimport os\nos.kill(os.getpid(), 15)\nfor _ in range(9): pass\n"
     )
     code = f"""
 from sppo.cli.stop_signals import stop_signals
@@ -55,7 +57,37 @@ with stop_signals():
         import optional
     except:
         print("taken for absent")
-    time.sleep(60)
+    time.sleep(9)
+"""
+    assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
+
+
+DROPPED = {
+    "destructor": """
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), 15)
+dropped = Dropped()
+""",
+    "callback": """
+import weakref
+class Dropped:
+    pass
+dropped = Dropped()
+seen = weakref.ref(dropped, lambda _: os.kill(os.getpid(), 15))
+""",
+}
+
+
+@pytest.mark.parametrize("of", DROPPED)
+def test_what_python_ignores_exceptions_of(of):
+    """The collector of garbage calls it, and may have taken long by then."""
+    code = f"""
+from sppo.cli.stop_signals import stop_signals
+{DROPPED[of]}
+with stop_signals():
+    del dropped
+    time.sleep(9)
 """
     assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
 
