@@ -249,7 +249,7 @@ class CheckpointManager:
             if shutil.disk_usage(self.directory).free < needed:
                 raise OSError(errno.ENOSPC, "not enough free space")
         except OSError as error:
-            raise _save_error(error, step=step, directory=self.directory, needed=needed) from error
+            raise self._save_error(error, step=step, needed=needed) from error
         return needed
 
     def _write(self, state: Blocks, step: int, metadata: Mapping[str, Any], needed: int) -> None:
@@ -294,9 +294,33 @@ class CheckpointManager:
 
         def undo() -> CheckpointError:
             shutil.rmtree(own, ignore_errors=True)
-            return _save_error(error, step=step, directory=self.directory, needed=needed)
+            return self._save_error(error, step=step, needed=needed)
 
         return self._writing_ranks.decided_by_main(undo)
+
+    def _save_error(self, error: OSError, *, step: int, needed: int) -> CheckpointError:
+        try:
+            free = f"{shutil.disk_usage(self.directory).free} are free"
+        except OSError:
+            free = "the free space cannot be read"
+        return CheckpointError(
+            error.errno or errno.EIO,
+            f"cannot save step {step} in {self.directory}: {error.strerror or error}; it needs "
+            f"{needed} bytes ({format_bytes(needed)}) and {free}. Free some space or set "
+            f"train.output to another disk; earlier checkpoints are untouched, and {self._kept()}",
+        )
+
+    def _kept(self) -> str:
+        """Return a message on the newest whole checkpoint, and on what is lost without a save.
+
+        Checkpoints that were damaged when the run began, or whose files have other sizes than were
+        written, are passed over; files are not read again.
+        """
+        with suppress(OSError):
+            for step, path in list_checkpoints(self.directory):
+                if path not in self._damaged and find_absence(path) is None:
+                    return f"the newest is {path.name}: what was trained after step {step} is lost"
+        return "there is none: all that was trained is lost"
 
     def _conclude(self, step: int, sums: Sequence[Mapping[str, FileSum]], *, took_s: float) -> None:
         size = format_bytes(sum(file.size_bytes for files in sums for file in files.values()))
@@ -353,24 +377,3 @@ def _model_tensors(directory: Path) -> dict[str, Tensor]:
     names = [name for name in saved_shapes(directory) if name.startswith(MODEL_PREFIX)]
     tensors = read_tensors(directory, names=names)
     return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
-
-
-def _newest(directory: Path) -> str:
-    """Return a message on the newest checkpoint, and on the steps that are lost without a save."""
-    with suppress(OSError):
-        for step, path in list_checkpoints(directory):
-            return f"the newest is {path.name}: what was trained after step {step} is lost"
-    return "there is none: all that was trained is lost"
-
-
-def _save_error(error: OSError, *, step: int, directory: Path, needed: int) -> CheckpointError:
-    try:
-        free = f"{shutil.disk_usage(directory).free} are free"
-    except OSError:
-        free = "the free space cannot be read"
-    return CheckpointError(
-        error.errno or errno.EIO,
-        f"cannot save step {step} in {directory}: {error.strerror or error}; it needs {needed} "
-        f"bytes ({format_bytes(needed)}) and {free}. Free some space or set train.output to "
-        f"another disk; earlier checkpoints are untouched, and {_newest(directory)}",
-    )

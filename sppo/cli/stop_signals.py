@@ -2,7 +2,7 @@
 
 The first signal is raised as an exception in the main thread, so that locks and partial files are
 cleaned up as after any other error. A second one ends the process at once, and so does a first one
-where its exception would be lost: in an import, a destructor or a callback. A training loop installs
+whose exception would be lost: in an import, a destructor or a callback. A training loop installs
 :class:`sppo.training.interruption.StopRequest` instead, which saves first. This module is imported
 before all others of the command, with all that its handler needs: a handler that imported a module
 could interrupt the import of the same module.

@@ -332,6 +332,21 @@ def test_a_disk_that_fills_up_leaves_no_trace(tmp_path, monkeypatch, when, async
     _assert_holds(manager, step=2)
 
 
+def test_a_save_that_fails_names_the_newest_whole_checkpoint(tmp_path, monkeypatch):
+    """Not one that was found damaged when the run began, nor one that was cut since."""
+    _saved(tmp_path, 8, 12)
+    flip_a_bit(tmp_path / "checkpoints" / "step_000012" / "__0_0.distcp")
+    manager = _manager(tmp_path)
+    manager.load_into(manager.latest_valid(), _blank())
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(checkpoint_module, "save_tensors", full)
+    with pytest.raises(CheckpointError, match="the newest is step_000008: what was trained after"):
+        _save_and_wait(manager, step=13)
+    truncate(tmp_path / "checkpoints" / "step_000008" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="untouched, and there is none: all that was trained"):
+        _save_and_wait(manager, step=13)
+
+
 def test_an_unwritable_directory_is_a_checkpoint_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match="cannot save step 1"):
