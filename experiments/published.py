@@ -243,7 +243,7 @@ def _memory(published: Published) -> dict[str, float]:
             activations += layers * tokens * kv_bytes_per_token(workload)[0]
     if published.inputs_offloaded:
         activations = 0.0
-    working_bytes = float(computing_bytes(candidate, _placement(published)).most.max())
+    working_bytes = float(computing_bytes(candidate, _placement(published)).max())
     on_device = not candidate.state.offloads_optimizer
     return {
         "weights": own.weights_bytes,
