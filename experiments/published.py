@@ -35,8 +35,7 @@ from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_times
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
-from sppo.schedule.generate import generate
-from sppo.schedule.program import lower
+from sppo.schedule.program import generate, lower
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import format_bytes
 

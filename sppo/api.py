@@ -175,8 +175,8 @@ def simulate(what: RunSource | ExecutionPlan) -> Timeline:
     (2, True)
     """
     (step,), _ = steps_to_simulate(what)
-    case = step.case()
-    return play(case.schedule, costs=case.costs)
+    schedule, costs = step.case()
+    return play(schedule, costs=costs)
 
 
 def save_plan(plan: ExecutionPlan, path: Path | str) -> None:

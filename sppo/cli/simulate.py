@@ -34,9 +34,11 @@ from sppo.schedule.abstract import (
     case_costs,
     compared_case,
 )
+from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import schedule_names
-from sppo.schedule.program import Case, forward_part
+from sppo.schedule.program import forward_part
 from sppo.schedule.program_text import format_program, parse_program
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import RankTrack, Timeline
 from sppo.units import counted, format_bytes, format_duration
@@ -138,15 +140,15 @@ class Simulation:
         chosen: Keys that the run leaves out and the solver chose.
     """
 
-    cases: tuple[Case, ...]
-    forward: Case
+    cases: tuple[tuple[Schedule, Costs], ...]
+    forward: tuple[Schedule, Costs]
     run: EvaluatedCandidate | None = None
     chosen: tuple[str, ...] = ()
 
     @cached_property
     def timelines(self) -> list[Timeline]:
         """Timeline of the requested schedule, then those of the schedules to compare with."""
-        return [play(case.schedule, costs=case.costs) for case in self.cases]
+        return [play(schedule, costs=costs) for schedule, costs in self.cases]
 
     @property
     def device_total_bytes(self) -> list[int]:
@@ -159,7 +161,8 @@ class Simulation:
     @cached_property
     def forward_makespan_s(self) -> float:
         """Makespan of the forward alone of the requested schedule."""
-        return play(self.forward.schedule, costs=self.forward.costs).makespan_s
+        schedule, costs = self.forward
+        return play(schedule, costs=costs).makespan_s
 
     def time_text(self, seconds: float) -> str:
         """Format a time, which is in the user's units with abstract costs."""
@@ -240,7 +243,7 @@ def _program(file: Path, values: Sequence[str]) -> Simulation:
     text = read_text_file(file, most_bytes=_MOST_PROGRAM_BYTES)
     schedule = parse_program(text, source=str(file))
     costs = case_costs(given, num_stages=schedule.num_stages, lengths=schedule.lengths)
-    return Simulation((Case(schedule, costs),), Case(forward_part(schedule), costs))
+    return Simulation(((schedule, costs),), (forward_part(schedule), costs))
 
 
 def _step(file: Path, values: Sequence[str], *, names: Sequence[str]) -> Simulation:

@@ -22,9 +22,9 @@ from sppo.hardware.description import Tier
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import LOOPED, order_of
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
-from sppo.schedule.program import step_program
+from sppo.schedule.program import generate, lower, with_copies
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
+from sppo.schedule.transfers.copies import KVPlacement, kv_of_turns
 
 Counts = NDArray[np.int64]
 
@@ -205,7 +205,7 @@ class Candidate:
         Raises:
             ValueError: The schedule does not support the candidate.
         """
-        return step_program(
+        schedule = generate(
             self.schedule,
             num_ranks=self.pipeline_parallel_degree,
             num_virtual=self.virtual_stages,
@@ -213,8 +213,8 @@ class Candidate:
             lengths=self.sequence_lengths,
             forward_only=forward_only,
             costs=costs,
-            messages=messages,
         )
+        return (lower if messages else with_copies)(schedule, costs=costs)
 
     def is_last_stage(self, stage: int) -> bool:
         """Return whether a stage holds the head and the loss."""

@@ -19,7 +19,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
 from sppo.cost.sharding.collectives import layer_gather_seconds
 from sppo.schedule.costs import Table
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement
 
 
 def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:

@@ -12,7 +12,7 @@ class StateTiers:
     """Tier of each part of the training state.
 
     Weights and gradients that do not live on the device are on it for the stage in use and for one
-    stage that is copied (:mod:`sppo.schedule.transfers.state_streaming`). The optimizer steps in
+    stage that is copied (:mod:`sppo.schedule.transfers.copies`). The optimizer steps in
     the tier of its state, bucket by bucket.
     """
 

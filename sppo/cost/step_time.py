@@ -32,7 +32,7 @@ import numpy as np
 
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, Link, Table
-from sppo.schedule.orders.steps import sequence_groups
+from sppo.schedule.orders.rank_orders import sequence_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,10 @@ from sppo.offload.retained import RetainedTensors
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
-from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, UnitKey
-from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, UnitKey, sequences_in_flight
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.kv_placement import kv_placement
+from sppo.schedule.transfers.copies import kv_placement
 
 
 @dataclass(frozen=True, slots=True)

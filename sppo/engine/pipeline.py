@@ -23,7 +23,7 @@ class Pipeline:
     program.
 
     Attributes:
-        schedule: Name of the schedule, see :mod:`sppo.schedule.generate`.
+        schedule: Name of the schedule, see :mod:`sppo.schedule.program`.
         num_ranks: Number of pipeline ranks.
         rank: Pipeline rank of this process.
         num_virtual: Number of stages on each rank.

@@ -35,7 +35,7 @@ from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind, UnitKey
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement
 
 
 class Stage:

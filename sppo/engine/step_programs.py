@@ -13,7 +13,7 @@ from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.engine.pipeline import Pipeline
 from sppo.schedule.actions import Lengths
 from sppo.schedule.orders.names import order_of
-from sppo.schedule.program import equal_costs, step_program
+from sppo.schedule.program import equal_costs, generate, lower
 from sppo.schedule.schedule import Schedule
 
 _STEPS_KEPT = 8
@@ -83,7 +83,14 @@ class StepPrograms:
         offloaded = np.zeros((pipeline.placement.num_stages, num_units), dtype=np.bool_)
         for stage, placed in enumerate(placements):
             offloaded[stage] = [any(part.offloaded) for part in chain.from_iterable(placed)]
-        return step_program(
+        costs = equal_costs(
+            offloaded=offloaded,
+            kv_offloaded=() if forward_only else pipeline.kv_offloaded,
+            kv_recomputed=() if forward_only else pipeline.kv_recomputed,
+            streams_weights=self._streams_weights,
+            streams_gradients=self._streams_gradients,
+        )
+        schedule = generate(
             # The solver chose MSP for training steps.
             order_of(pipeline.schedule, num_virtual=pipeline.num_virtual)
             if forward_only
@@ -92,11 +99,6 @@ class StepPrograms:
             num_virtual=pipeline.num_virtual,
             lengths=lengths,
             forward_only=forward_only,
-            costs=equal_costs(
-                offloaded=offloaded,
-                kv_offloaded=() if forward_only else pipeline.kv_offloaded,
-                kv_recomputed=() if forward_only else pipeline.kv_recomputed,
-                streams_weights=self._streams_weights,
-                streams_gradients=self._streams_gradients,
-            ),
+            costs=costs,
         )
+        return lower(schedule, costs=costs)

@@ -59,7 +59,7 @@ class PipelineLinks:
 
         The tensor must not change afterwards; errors name it ``what``. Gloo reports that a message
         has been sent only if it is waited for. Waiting cannot deadlock: a program is proven to end
-        even if every send waits for its receive (:mod:`sppo.schedule.checks.validate`).
+        even if every send waits for its receive (:mod:`sppo.schedule.checks`).
         """
         under_way = self._under_way.setdefault(receiver, deque())
         while under_way and under_way[0].work.is_completed():

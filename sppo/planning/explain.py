@@ -20,7 +20,7 @@ from sppo.cost.stage_cost import (
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.orders.steps import sequence_groups
+from sppo.schedule.orders.rank_orders import sequence_groups
 
 PARTS: Mapping[str, str] = {
     "products": "matrix products",

@@ -33,7 +33,7 @@ from sppo.planning.partition import lengths_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.quoting import one_line, quoted
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement
 from sppo.version import __version__
 
 PLAN_VERSION = 3

@@ -29,7 +29,8 @@ from sppo.schedule.costs import (
     with_offload,
 )
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, schedule_names
-from sppo.schedule.program import Case, step_program
+from sppo.schedule.program import generate, lower
+from sppo.schedule.schedule import Schedule
 
 # About four times a step of 1024 ranks and 512 subsequences; each takes about a kilobyte.
 _MOST_FORWARDS = 2_000_000
@@ -131,7 +132,7 @@ class AbstractCase(AbstractCosts):
         return ((self.ranks,) * self.subsequences,) * self.sequences
 
 
-def abstract_case(request: AbstractCase, *, forward_only: bool = False) -> Case:
+def abstract_case(request: AbstractCase, *, forward_only: bool = False) -> tuple[Schedule, Costs]:
     """Return the lowered schedule of `request` and its costs.
 
     Args:
@@ -145,7 +146,7 @@ def abstract_case(request: AbstractCase, *, forward_only: bool = False) -> Case:
     if forward_only:
         request = request.model_copy(update={"offload_ratio": "none"})
     costs = case_costs(request, num_stages=request.num_stages, lengths=request.lengths)
-    schedule = step_program(
+    schedule = generate(
         request.schedule,
         num_ranks=request.ranks,
         num_virtual=request.virtual,
@@ -153,10 +154,10 @@ def abstract_case(request: AbstractCase, *, forward_only: bool = False) -> Case:
         forward_only=forward_only,
         costs=costs,
     )
-    return Case(schedule, costs)
+    return lower(schedule, costs=costs), costs
 
 
-def compared_case(request: AbstractCase, *, name: str) -> Case:
+def compared_case(request: AbstractCase, *, name: str) -> tuple[Schedule, Costs]:
     """Return the work of `request` under the schedule `name`.
 
     A schedule of whole sequences gets each sequence merged into one subsequence, not offloaded; a

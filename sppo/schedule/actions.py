@@ -14,7 +14,7 @@ Conventions, all counted from 0:
   `0H2D_KV2.1`.
 * `H2D` with wire "weights", and `D2H` and `H2D` with wire "gradients", copy the weights or
   gradients of a whole stage that live in another tier: `0H2D_WEIGHTS`, `0D2H_GRADIENTS`; see
-  `state_streaming`.
+  `transfers.copies`.
 * `KV` recomputes K and V of a unit from its saved input, on stages that drop K and V between
   forward and backward and do not copy them.
 * `SEND` names the stage that produced the tensor and `RECV` the stage that consumes it. The
@@ -28,9 +28,10 @@ Conventions, all counted from 0:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal, NamedTuple
+from enum import IntEnum, StrEnum
+from typing import Literal, NamedTuple, cast
 
 Wire = Literal["act", "grad", "kv", "weights", "gradients"]
 
@@ -55,12 +56,47 @@ class ActionKind(StrEnum):
     REDUCE = "REDUCE"
 
 
-WHOLE_STAGE_ACTIONS = (
-    (ActionKind.REDUCE, None),
-    (ActionKind.H2D, "weights"),
-    (ActionKind.D2H, "gradients"),
-    (ActionKind.H2D, "gradients"),
-)
+class Op(IntEnum):
+    """Opcode: kind of an action and what it carries, as one number.
+
+    Compute comes first, and actions of whole stages, which name no unit, are the last four.
+    """
+
+    F = 0
+    B = 1
+    W = 2
+    KV = 3
+    D2H = 4
+    H2D = 5
+    SEND_ACT = 6
+    SEND_GRAD = 7
+    RECV_ACT = 8
+    RECV_GRAD = 9
+    D2H_KV = 10
+    H2D_KV = 11
+    REDUCE = 12
+    H2D_WEIGHTS = 13
+    D2H_GRADIENTS = 14
+    H2D_GRADIENTS = 15
+
+    @property
+    def is_of_stage(self) -> bool:
+        """Whether the action applies to a whole stage and names no unit."""
+        return self >= Op.REDUCE
+
+
+NUM_COMPUTE = 4
+"""Number of opcodes of compute, the first ones."""
+
+
+def _kind_and_wire(op: Op) -> tuple[ActionKind, Wire | None]:
+    kind, _, wire = op.name.partition("_")
+    return ActionKind(kind), cast("Wire | None", wire.lower() or None)
+
+
+OPCODES = {_kind_and_wire(op): op for op in Op}
+"""Opcodes by kind and wire."""
+WHOLE_STAGE_ACTIONS = tuple(name for name, op in OPCODES.items() if op.is_of_stage)
 """Kinds and wires of actions that apply to a whole stage and name no unit."""
 COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
 """Kinds that occupy a rank's compute."""
@@ -157,3 +193,27 @@ class Cut:
     sequence: int
     subsequence: int
     lengths: tuple[int, ...]
+
+
+def sequences_in_flight(actions: Iterable[Action]) -> int:
+    """Return the largest number of consecutive sequences that a stage, or a rank, holds at once.
+
+    A sequence is held from its first F to its last B or W; sequences begin in order.
+
+    Args:
+        actions: Actions of one stage, or of all stages of a rank, in program order.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, action in enumerate(actions):
+        if action.sequence is None:
+            continue
+        if action.kind is ActionKind.F:
+            first.setdefault(action.sequence, position)
+        elif action.kind in (ActionKind.B, ActionKind.W):
+            last[action.sequence] = position
+    most = 1
+    for sequence, begin in first.items():
+        held = [other for other in range(sequence) if last.get(other, -1) > begin]
+        most = max(most, sequence - min(held) + 1 if held else 1)
+    return most

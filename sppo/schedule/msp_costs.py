@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sppo.schedule import encoding
-from sppo.schedule.actions import Lengths
+from sppo.schedule.actions import Lengths, Op
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.msp_groups import MspGroup
 from sppo.schedule.schedule import Schedule
@@ -28,7 +27,7 @@ def msp_seconds(
     complete gradients back. A broadcast and a sum are pipelined and cost their bytes once.
     Collectives of the owner's devices (ZeRO-2) take as long as for a whole unit.
     """
-    seconds = {}
+    seconds: dict[tuple[int, int], float] = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
     before_kv_bytes, before_gradient_bytes = (
         _before_units(table, lengths=schedule.lengths)
@@ -51,7 +50,7 @@ def msp_seconds(
         forward = float(costs.forward_s[stage, unit]) * share
         collectives = costs.unit_collectives_s[stage] if costs.unit_collectives_s else (0.0, 0.0)
         streamed_s = latency_s + stream / bytes_per_s
-        seconds[encoding.F, slot] = (
+        seconds[Op.F, slot] = (
             max(forward, streamed_s, collectives[0]) + latency_s + own_kv / bytes_per_s
         )
         own_gradients = float(costs.kv_gradient_bytes[stage, unit])
@@ -59,7 +58,7 @@ def msp_seconds(
         backward = float(costs.backward_s[stage, unit] + costs.weight_s[stage, unit]) * share
         behind = max(weights, float(costs.weight_gradient_bytes[stage]))
         sent_s = latency_s + behind / bytes_per_s
-        seconds[encoding.B, slot] = (
+        seconds[Op.B, slot] = (
             max(backward, sent_s, collectives[1]) + latency_s + waited / bytes_per_s
         )
     return seconds

@@ -16,13 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import numpy as np
-import numpy.typing as npt
-
-from sppo.schedule.actions import Cut, Lengths, Placement
-from sppo.schedule.encoding import SEND_ACT, SEND_GRAD, F
-from sppo.schedule.step_actions import StepActions
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -40,6 +33,10 @@ class Route:
         """Fraction of the unit's tokens that the message carries."""
         return (self.end - self.begin) / self.tokens
 
+    def reversed(self) -> Route:
+        """Return the route in the other direction."""
+        return replace(self, sender=self.receiver, receiver=self.sender)
+
 
 @dataclass(frozen=True, slots=True)
 class MspGroup:
@@ -50,48 +47,9 @@ class MspGroup:
     lengths: tuple[int, ...]
 
 
-def find_msp_groups(
-    actions: StepActions, *, lengths: Lengths, cuts: Sequence[Cut]
-) -> dict[int, MspGroup]:
-    """Return the MSP groups of a step by slot; empty for every schedule without MSP."""
-    ranks_of: dict[int, dict[int, int]] = {}
-    widths: dict[int, int] = {}
-    found = np.flatnonzero((actions.widths > 1) & (actions.codes == F))
-    columns = (actions.slots, actions.shards, actions.ranks, actions.widths)
-    for slot, shard, rank, width in zip(*(one[found].tolist() for one in columns), strict=True):
-        ranks_of.setdefault(slot, {})[shard] = rank
-        widths[slot] = width
-    units = [(m, n) for m, parts in enumerate(lengths) for n in range(len(parts))]
-    given = {(cut.stage, cut.sequence, cut.subsequence): cut.lengths for cut in cuts}
-    groups = {}
-    for slot, by_shard in sorted(ranks_of.items()):
-        stage, unit = divmod(slot, len(units))
-        sequence, subsequence = units[unit]
-        shards = given.get((stage, sequence, subsequence)) or equal_shards(
-            lengths[sequence][subsequence], num_shards=widths[slot]
-        )
-        ranks = tuple(by_shard.get(shard, -1) for shard in range(widths[slot]))
-        groups[slot] = MspGroup(slot, ranks, shards)
-    return groups
-
-
 def msp_ranges(groups: Mapping[int, MspGroup]) -> list[tuple[int, int]]:
     """Return the distinct ranges (first, last) of ranks of MSP groups, in order."""
     return sorted({(group.ranks[0], group.ranks[-1]) for group in groups.values()})
-
-
-def shard_shares(
-    actions: StepActions, *, groups: Mapping[int, MspGroup]
-) -> npt.NDArray[np.float64]:
-    """Return the fraction of its unit's tokens that each action of a step runs.
-
-    Actions other than compute, and whole units, have 1.
-    """
-    shares = np.ones(actions.codes.shape)
-    for index in actions.compute[actions.widths[actions.compute] > 1].tolist():
-        lengths = groups[int(actions.slots[index])].lengths
-        shares[index] = lengths[int(actions.shards[index])] / sum(lengths)
-    return shares
 
 
 def equal_shards(tokens: int, *, num_shards: int) -> tuple[int, ...]:
@@ -145,30 +103,3 @@ def routes_between(
         out += ends_out[out] == end
         into += ends_in[into] == end
     return tuple(routes)
-
-
-def msp_routes(
-    groups: Mapping[int, MspGroup], *, lengths: Lengths, placement: Placement
-) -> dict[tuple[int, int], tuple[Route, ...]]:
-    """Return the routes of every message from or to an MSP group, by (opcode of SEND, slot)."""
-    units = [tokens for parts in lengths for tokens in parts]
-    num_units = len(units)
-
-    def holders(slot: int) -> list[tuple[int, int]]:
-        group = groups.get(slot)
-        if group:
-            return list(zip(group.ranks, group.lengths, strict=True))
-        return [(placement.rank_of(slot // num_units), units[slot % num_units])]
-
-    routes = {}
-    # Stage boundaries by their earlier stage; both neighbours of a boundary may be MSP groups.
-    boundaries = {s for slot in groups for s in (slot - num_units, slot)}
-    for slot in sorted(boundaries):
-        if not 0 <= slot < (placement.num_stages - 1) * num_units:
-            continue
-        ahead = routes_between(holders(slot), consumer=holders(slot + num_units))
-        routes[SEND_ACT, slot] = ahead
-        routes[SEND_GRAD, slot + num_units] = tuple(
-            replace(route, sender=route.receiver, receiver=route.sender) for route in ahead
-        )
-    return routes

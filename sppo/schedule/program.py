@@ -1,9 +1,9 @@
 """Construction of a step's program: compute, messages, copies and reductions of every rank.
 
-`step_program` makes the program for all users: solver, simulator, plots, executor and the
-comparison after a run hold the same object, whose `digest()` is stored in the plan. The function
-is pure and its arguments come from a plan, never from measurements of a rank, so every rank makes
-the same program.
+`lower(generate(...))` makes the program for all users: solver, simulator, plots, executor and the
+comparison after a run hold the same object, whose `digest()` is stored in the plan. Both functions
+are pure and their arguments come from a plan, never from measurements of a rank, so every rank
+makes the same program.
 
 Gathers of sharded weights (ZeRO-3) are not actions. They belong to the F and B that read the
 weights, which fetch the weights layer by layer, one layer ahead of the compute, and their time is
@@ -16,102 +16,89 @@ do copies of a stage's gradients off the device.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from sppo.schedule.checks.validate import check_deadlock_free, validate
+from sppo.schedule.actions import Op, Placement
+from sppo.schedule.checks import check_deadlock_free, validate
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
-from sppo.schedule.encoding import F
-from sppo.schedule.generate import generate
-from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
-from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.communication import place_messages
-from sppo.schedule.transfers.copies import place_copies
-from sppo.schedule.transfers.kv_placement import place_kv
-from sppo.schedule.transfers.state_streaming import place_state
+from sppo.schedule.graph import Flags
+from sppo.schedule.multiplexing.multiplex import multiplex
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
+from sppo.schedule.schedule import Schedule, columns_of
+from sppo.schedule.transfers.communication import place_messages, with_reductions
+from sppo.schedule.transfers.copies import place_copies, place_state
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Case:
-    """Schedule and its costs: the input of a simulation."""
-
-    schedule: Schedule
-    costs: Costs
-
-
-def step_program(
+def generate(
     name: str,
     *,
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
-    costs: Costs,
     num_virtual: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
-    messages: bool = True,
+    costs: Costs | None = None,
 ) -> Schedule:
-    """Make the program of a step, and check it unless messages are left out.
+    """Return the schedule `name`: the compute of every rank, and one REDUCE per stage.
 
     Args:
         name: Name of the schedule, one of `schedule_names()`.
-        num_ranks: Pipeline ranks.
-        lengths: Tokens of every subsequence of every sequence.
-        costs: Costs of the actions. Units with `offload_bytes` above 0 get copies, and so do K and
-            V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
-            `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
-            decide the order of messages and which units a schedule cuts.
-        num_virtual: Stages per rank.
-        forward_only: Leave out backwards, copies and reductions (evaluation).
-        forwards_before_backward: Forwards that ranks have begun before backwards, see
-            `generate`.
-        messages: Place messages, and check the program. A program without messages, for which a
-            simulation sends each tensor as soon as it exists, takes a third of the time to make.
+        num_ranks: Pipeline ranks (p).
+        lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
+            in number of subsequences.
+        num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
+        forward_only: Leave out backwards and reductions (evaluation).
+        forwards_before_backward: Number of forwards that each rank has begun before each of its
+            backwards; empty for the schedule's own numbers.
+        costs: Costs with which sppo_msp chooses the units to cut; equal units and free messages if
+            not given.
 
     Raises:
-        ValueError: A request that the schedule cannot serve.
-        ScheduleError: The schedule breaks a rule.
-        DeadlockError: The messages of the schedule would wait for each other.
+        ValueError: An unknown name, or a request that the schedule cannot serve; the message says
+            what to change.
     """
-    schedule = generate(
+    cut = tuple(map(tuple, lengths))
+    codes, steps = encoded_orders(
         name,
         num_ranks=num_ranks,
+        lengths=cut,
         num_virtual=num_virtual,
-        lengths=lengths,
         forward_only=forward_only,
         forwards_before_backward=forwards_before_backward,
-        costs=costs,
     )
-    if forward_only:
-        nothing = np.zeros_like(costs.offload_bytes)
-        costs = replace(
-            costs, offload_bytes=nothing, kv_offload_bytes=nothing, kv_recompute_s=nothing
-        )
-    if not messages:
-        return _with_copies(schedule, costs=costs)
-    return lower(schedule, costs=costs)
+    units = sum(map(len, cut))
+    virtual, unit = np.divmod(steps, units)
+    ranks = np.broadcast_to(np.arange(num_ranks)[:, None], codes.shape)
+    slots = (virtual * num_ranks + ranks) * units + unit
+    columns = columns_of(ranks.ravel(), codes.ravel(), slots.ravel())
+    whole = with_reductions(Schedule(name, Placement(num_ranks, num_virtual), cut, columns))
+    if name == "sppo_msp":
+        return multiplex(whole, forward_only=forward_only, costs=costs)
+    return whole
 
 
 def lower(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule` with its copies and messages, checked.
 
     Args:
-        schedule: Schedule of compute actions only.
-        costs: Costs of the actions. Units with `offload_bytes` above 0 get copies, and so do K and
-            V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
-            `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
-            decide the order of messages.
+        schedule: Schedule of compute actions and reductions only.
+        costs: Costs of the actions; the times decide the order of messages, and the rest says what
+            is copied (:func:`with_copies`).
 
     Raises:
         ScheduleError: The schedule breaks a rule.
         DeadlockError: The messages of the schedule would wait for each other.
     """
-    return with_messages(_with_copies(schedule, costs=costs), costs=costs)
+    return with_messages(with_copies(schedule, costs=costs), costs=costs)
 
 
 def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule`, which already has its copies, with its messages, checked.
+
+    A simulation of a program without messages sends each tensor as soon as it exists. To make that
+    program takes a third of the time.
 
     Args:
         schedule: Schedule without messages.
@@ -128,34 +115,49 @@ def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
     return schedule
 
 
-def _with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
+def with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule` with the copies and recomputations that `costs` ask for.
+
+    Args:
+        schedule: Schedule of compute actions and reductions only. If it has no backward, only its
+            weights are copied.
+        costs: Costs of the actions. Units with `offload_bytes` above 0 get copies, and so do K and
+            V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
+            `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed.
 
     Raises:
         ValueError: K and V, weights or gradients of units that ranks share would leave the device.
     """
+    if not schedule.is_training:
+        names = ("offload_bytes", "kv_offload_bytes", "kv_recompute_s", "streamed_gradient_bytes")
+        nothing = {name: np.zeros_like(getattr(costs, name)) for name in names}
+        costs = replace(costs, **nothing)
+    weights, gradients = (
+        bool(table.any()) for table in (costs.streamed_weight_bytes, costs.streamed_gradient_bytes)
+    )
     offloaded, recomputed = (
         frozenset(np.nonzero(table)[0].tolist())
         for table in (costs.kv_offload_bytes, costs.kv_recompute_s)
     )
-    weights, gradients = (
-        bool(table.any()) for table in (costs.streamed_weight_bytes, costs.streamed_gradient_bytes)
-    )
-    shared = {*schedule.actions.stages[schedule.actions.widths > 1].tolist()}
+    shared = {*schedule.stages[schedule.widths > 1].tolist()}
     if shared & (offloaded | recomputed) or (shared and (weights or gradients)):
         raise ValueError(
             "ranks that share units (multiplexed sequence partitioning) have their K and V, "
             "weights and gradients on the device: write activations.kv=retain, "
             "state.weights=device and state.gradients=device, or parallel.multiplexed=off"
         )
-    schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0)
-    schedule = place_kv(schedule, offloaded=offloaded, recomputed=recomputed)
+    schedule = place_copies(
+        schedule,
+        offloaded=costs.offload_bytes > 0,
+        kv_offloaded=offloaded,
+        kv_recomputed=recomputed,
+    )
     return place_state(schedule, weights=weights, gradients=gradients)
 
 
 def equal_costs(
     *,
-    offloaded: npt.NDArray[np.bool_],
+    offloaded: Flags,
     kv_offloaded: Collection[int] = (),
     kv_recomputed: Collection[int] = (),
     streams_weights: bool = False,
@@ -188,5 +190,4 @@ def equal_costs(
 
 def forward_part(schedule: Schedule) -> Schedule:
     """Return only the forwards of `schedule`, in their order: the program of an evaluation."""
-    forwards = (program.take(program.codes == F) for program in schedule.encoded)
-    return replace(schedule, encoded=tuple(forwards))
+    return schedule.with_columns(schedule.columns[:, schedule.of(Op.F)])

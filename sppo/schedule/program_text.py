@@ -30,15 +30,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from sppo.quoting import quoted
-from sppo.schedule.actions import (
-    Action,
-    Cut,
-    Lengths,
-    Placement,
-)
-from sppo.schedule.checks.validate import find_violations
-from sppo.schedule.encoding import OPCODES, REDUCE, MalformedActionError
-from sppo.schedule.schedule import Schedule
+from sppo.schedule.actions import OPCODES, Action, Cut, Lengths, Placement
+from sppo.schedule.checks import find_violations
+from sppo.schedule.schedule import MalformedActionError, Schedule
 
 _KINDS = {str(Action(kind, 0, wire=wire)).removeprefix("0"): (kind, wire) for kind, wire in OPCODES}
 """Kinds of actions and what they carry, as they are spelled."""
@@ -74,7 +68,7 @@ def parse_action(text: str) -> Action:
             "0F2.1, 1B0.3, 0SEND_ACT2.1, 0D2H2.1 or 0F2.1[1/3], or 0REDUCE"
         )
     kind, carries = _KINDS[match["kind"]]
-    of_stage = OPCODES[kind, carries] >= REDUCE
+    of_stage = OPCODES[kind, carries].is_of_stage
     if (match["sequence"] is None) != of_stage:
         rule = "names only a stage" if of_stage else "names its unit"
         raise ValueError(

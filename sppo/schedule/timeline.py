@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind
-from sppo.schedule.in_flight import peak_in_flight
 from sppo.schedule.schedule import Schedule
 
 Lane = Literal["compute", "d2h", "h2d", "link", "reduce"]
@@ -153,12 +152,11 @@ def measured_timeline(
     """
     makespan = max((end for times in times_s for _, end in times), default=0.0)
     tracks = []
-    most = peak_in_flight(schedule)
     for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
         start = np.array([t[0] for t in times])
         finish = np.array([t[1] for t in times])
         idle = tuple(waits[rank]) if waits else _gaps(program, start, finish, makespan_s=makespan)
-        tracks.append(RankTrack(program, start, finish, idle, {}, most[rank]))
+        tracks.append(RankTrack(program, start, finish, idle, {}, schedule.peak_in_flight[rank]))
     return Timeline(schedule, "measured", makespan, tuple(tracks))
 
 

@@ -16,7 +16,6 @@ from sppo.engine.engine import StepResult
 from sppo.planning.plan import ExecutionPlan
 from sppo.report.run_summary import Pair, RankPair, TimelineSummary
 from sppo.schedule.actions import Action
-from sppo.schedule.program import Case
 from sppo.schedule.simulation.simulate import simulate, step_seconds
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.training.job import Job
@@ -75,11 +74,11 @@ def step_timelines(
     if measured is None:
         return None
     if work.samples is None:
-        case = plan.evaluated().case()
+        program, costs = plan.evaluated().case()
     else:
         replica = work.samples.replica.plan
-        case = Case(replica.program, replica.evaluated.costs)
-    planned = simulate(case.schedule, costs=case.costs)
+        program, costs = replica.program, replica.evaluated.costs
+    planned = simulate(program, costs=costs)
     exposed_s = tuple(waits_s[rank] for rank in job.mesh.pipeline_ranks)
     all_ranks_s = len(measured.ranks) * measured.makespan_s
     exposed = sum(exposed_s) / all_ranks_s if all_ranks_s else 0.0
@@ -89,7 +88,7 @@ def step_timelines(
         exposed_copy_s_by_rank=RankPair(planned_waits_s, exposed_s),
         pipeline_ranks=len(measured.ranks),
         makespan_s=Pair(planned.makespan_s, measured.makespan_s),
-        with_measured_compute_s=step_seconds(measured, costs=case.costs),
+        with_measured_compute_s=step_seconds(measured, costs=costs),
         bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
     )
     return StepTimelines(planned, measured, summary)

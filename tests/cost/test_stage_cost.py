@@ -266,8 +266,8 @@ def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
         retained = raw.model_copy(
             update={"activations": raw.activations.model_copy(update=activations)}
         )
-        case = simulated_case(retained)
-        timeline = simulate(case.schedule, costs=case.costs)
+        schedule, costs = simulated_case(retained)
+        timeline = simulate(schedule, costs=costs)
         peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
         return peak, timeline.makespan_s
 
@@ -287,16 +287,16 @@ def test_a_run_is_cut_and_replicated_as_it_says():
         parallel={"pipeline_parallel_degree": 2},
         train={"sequences_per_step": 2},
     )
-    case = simulated_case(run, schedule="1f1b")
-    assert case.schedule.lengths == ((65536,), (65536,))
+    schedule, _ = simulated_case(run, schedule="1f1b")
+    assert schedule.lengths == ((65536,), (65536,))
     four = simulated_case(load_run(run, "sequence.num_subsequences=4")).schedule
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
     both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}
     cut = run.parallel.model_copy(update=both)
-    case = simulated_case(run.model_copy(update={"parallel": cut}))
-    assert (case.schedule.name, case.schedule.num_sequences) == ("sppo_msp", 1)
-    assert (case.costs.reduce_s > 0).all()
+    schedule, costs = simulated_case(run.model_copy(update={"parallel": cut}))
+    assert (schedule.name, schedule.num_sequences) == ("sppo_msp", 1)
+    assert (costs.reduce_s > 0).all()
     uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
     with pytest.raises(ValueError, match="must be a multiple of the replicas"):
         simulated_case(run.model_copy(update={"parallel": uneven}))

@@ -98,7 +98,7 @@ def estimates(draw: st.DrawFn, directory: Path) -> None:
 
 @lru_cache(maxsize=1)
 def _program() -> str:
-    from sppo.schedule.generate import generate
+    from sppo.schedule.program import generate
 
     schedule = generate("seq1f1b", num_ranks=2, lengths=[[4, 4], [4, 4]])
     return format_program(schedule)

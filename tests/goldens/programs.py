@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
-from sppo.schedule.program import step_program
+from sppo.schedule.program import generate, lower
 from sppo.schedule.program_text import format_program
 from sppo.schedule.simulation.simulate import simulate
 
@@ -54,7 +54,7 @@ def answer(seed: str) -> dict[str, Any] | None:
     costs = _drawn_costs(dice, stages=ranks * virtual, units=sum(counts), name=name)
     shape: dict[str, Any] = {"num_ranks": ranks, "num_virtual": virtual, "lengths": lengths}
     try:
-        program = step_program(name, **shape, costs=costs)
+        program = lower(generate(name, **shape, costs=costs), costs=costs)
     except ValueError:
         return None
     text, timeline = format_program(program), simulate(program, costs=costs)

@@ -15,8 +15,7 @@ from sppo.planning.search.candidates import candidate_of, workload_of
 from sppo.planning.search.choices import Degrees, cut_sequence
 from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.costs import Costs
-from sppo.schedule.generate import generate
-from sppo.schedule.program import lower
+from sppo.schedule.program import generate, lower
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 from tests.make import make_run

@@ -204,8 +204,8 @@ def agrees_with_its_plan(run: RunConfig, solution: Solution) -> None:
     plan = make_plan(run, best)
     assert plan.predicted.device_peak_bytes == best.device_peak_bytes
     played = plan.evaluated()
-    case = played.case()
-    timeline = simulate(case.schedule, costs=case.costs)
+    schedule, costs = played.case()
+    timeline = simulate(schedule, costs=costs)
     peaks = [
         steady + round(track.memory["total"].peak_bytes)
         for steady, track in zip(played.steady_bytes, timeline.ranks, strict=True)
@@ -258,6 +258,6 @@ def commands_agree(request: RunConfig, solution: Solution) -> None:
     played = executed_candidate(found.whole, hardware=hardware)
     assert played.host_peak_bytes == best.host_peak_bytes
     assert played.node_host_bytes == best.node_host_bytes
-    case = played.case()
-    assert simulate(case.schedule, costs=case.costs).makespan_s == pytest.approx(best.step_s)
+    schedule, costs = played.case()
+    assert simulate(schedule, costs=costs).makespan_s == pytest.approx(best.step_s)
     assert evaluated.step_s == pytest.approx(best.step_s)

@@ -62,7 +62,8 @@ def test_every_command_cuts_alike(seed: int):
         return
     lengths = best.candidate.lengths
     assert estimated.candidate.lengths == lengths
-    assert executed_candidate(run, hardware=hardware).case().schedule.lengths[0] == lengths
+    schedule, _ = executed_candidate(run, hardware=hardware).case()
+    assert schedule.lengths[0] == lengths
     assert trained == lengths
     written = replace_cuts(run, len(lengths))
     assert estimate(written, hardware=hardware).evaluated.candidate.lengths == lengths

@@ -18,7 +18,7 @@ from sppo.planning.plan import check_program, plan_json, read_plan
 from sppo.planning.search.choices import Degrees, virtual_stages_to_try
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
-from sppo.schedule.transfers.kv_placement import kv_of_turns
+from sppo.schedule.transfers.copies import kv_of_turns
 from sppo.units import GIB
 from tests.planning.cases import candidate_of_subsequences, machine, run_config
 

@@ -197,8 +197,8 @@ def test_a_plan_that_waits_for_copies_predicts_the_wait():
     evaluated = offloading_candidate(run)
     assert evaluated.time.exposed_copy_s > 0
     plan = make_plan(run, evaluated)
-    case = plan.evaluated().case()
-    played = simulate(case.schedule, costs=case.costs).makespan_s
+    schedule, costs = plan.evaluated().case()
+    played = simulate(schedule, costs=costs).makespan_s
     assert played == pytest.approx(plan.predicted.step_s, rel=0.15)  # whole units, not layers
     assert plan.predicted.step_s == evaluated.step_s
 

@@ -111,8 +111,8 @@ def test_a_plan_says_which_tier_and_runs_as_it_was_solved(tmp_path):
     (host,), (disk,) = (again.rank_tier_buckets(place) for place in ("host", "disk"))
     assert sum(host.values()) == again.predicted.host_peak_bytes == best.host_peak_bytes
     assert sum(disk.values()) == again.predicted.disk_peak_bytes == best.disk_peak_bytes > 0
-    case = again.evaluated().case()
-    played = simulate(case.schedule, costs=case.costs)
+    schedule, costs = again.evaluated().case()
+    played = simulate(schedule, costs=costs)
     assert played.makespan_s == pytest.approx(plan.predicted.step_s)
 
 

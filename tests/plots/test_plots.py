@@ -10,14 +10,14 @@ from sppo.plots.chrome_trace import write_trace
 from sppo.plots.timeline import write_png
 from sppo.schedule.abstract import AbstractCase, abstract_case
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generate import generate
+from sppo.schedule.program import generate
 from sppo.schedule.simulation.simulate import simulate
 from tests.schedule.cases import make, play
 from tests.schedule.transfers.test_kv_placement import program
 
 
 def offloaded():
-    case = abstract_case(
+    schedule, costs = abstract_case(
         AbstractCase(
             schedule="seq1f1b",
             ranks=2,
@@ -29,7 +29,7 @@ def offloaded():
             h2d=2.0,
         )
     )
-    return simulate(case.schedule, costs=case.costs)
+    return simulate(schedule, costs=costs)
 
 
 def pixels(path):
@@ -73,7 +73,7 @@ def test_copies_of_keys_have_their_colours_however_short_they_are(tmp_path, copy
 
 def test_copies_of_shards_look_like_other_copies():
     words = {"ranks": 4, "sequences": 1, "subsequences": 8, "offload_ratio": "full"}
-    schedule = abstract_case(AbstractCase(schedule="sppo_msp", **words)).schedule
+    schedule, _ = abstract_case(AbstractCase(schedule="sppo_msp", **words))
     look = style.Style(schedule).look
     copies = [a for program in schedule.programs for a in program if a.kind is ActionKind.D2H]
     assert any(copy.num_shards > 1 for copy in copies)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sppo.schedule.costs import Link, Links, abstract_costs
-from sppo.schedule.generate import generate
+from sppo.schedule.program import generate
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline

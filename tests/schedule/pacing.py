@@ -4,7 +4,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from sppo.schedule.encoding import B, F
+from sppo.schedule.actions import Op
 from sppo.schedule.orders.rank_orders import encoded_orders
 
 
@@ -19,7 +19,7 @@ def least_forwards(lengths):
 def most_forwards(name, *, num_ranks, lengths):
     """What each rank of a schedule has begun before each backward."""
     codes, _ = encoded_orders(name, num_ranks=num_ranks, lengths=lengths)
-    return tuple(tuple(np.cumsum(own == F)[own == B].tolist()) for own in codes)
+    return tuple(tuple(np.cumsum(own == Op.F)[own == Op.B].tolist()) for own in codes)
 
 
 def forwards_between(name, *, num_ranks, lengths, share):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from sppo.schedule.actions import Cut, Placement
@@ -26,12 +24,13 @@ def test_placement_refuses(arguments, message):
 
 def test_digest_sees_every_field():
     schedule = make("seq1f1b", p=2, n=2, m=2)
+    placement, lengths, columns = schedule.placement, schedule.lengths, schedule.columns
     others = [
-        replace(schedule, name="other"),
-        replace(schedule, lengths=((16, 16), (16, 15))),
-        replace(schedule, placement=Placement(2, 2)),
+        Schedule("other", placement, lengths, columns),
+        Schedule("seq1f1b", placement, ((16, 16), (16, 15)), columns),
+        Schedule("seq1f1b", Placement(2, 2), lengths, columns),
         schedule.with_programs(schedule.programs[::-1]),
-        replace(schedule, cuts=(Cut(0, 0, 0, (8, 8)),)),
+        Schedule("seq1f1b", placement, lengths, columns, (Cut(0, 0, 0, (8, 8)),)),
     ]
     digests = {schedule.digest(), *(other.digest() for other in others)}
     assert len(digests) == len(others) + 1

@@ -44,7 +44,8 @@ CASE = AbstractCase(schedule="interleaved_seq1f1b", ranks=2, sequences=2, subseq
 
 
 def busy(case):
-    timeline = simulate(case.schedule, costs=case.costs)
+    schedule, costs = case
+    timeline = simulate(schedule, costs=costs)
     return [timeline.makespan_s - track.idle_s() for track in timeline.ranks]
 
 

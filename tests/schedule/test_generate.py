@@ -6,13 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule.actions import ActionKind
-from sppo.schedule.checks.validate import check_deadlock_free, validate
-from sppo.schedule.encoding import B, F
-from sppo.schedule.generate import generate
+from sppo.schedule.actions import ActionKind, Op
+from sppo.schedule.checks import check_deadlock_free, validate
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, schedule_names
-from sppo.schedule.orders.rank_orders import encoded_orders
-from sppo.schedule.orders.steps import sequence_groups
+from sppo.schedule.orders.rank_orders import encoded_orders, sequence_groups
+from sppo.schedule.program import generate
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 from tests.schedule.pacing import forwards_between, most_forwards
@@ -93,7 +91,7 @@ def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
     for rank, own in enumerate(codes.tolist()):
         warmup = min(v * m * n, (v - 1) * len(groups[0]) * n + n - 1 + 2 * (p - 1 - rank))
         pairs = v * m * n - warmup
-        assert own == [F] * warmup + [F, B] * pairs + [B] * warmup
+        assert own == [Op.F] * warmup + [Op.F, Op.B] * pairs + [Op.B] * warmup
 
 
 @settings(max_examples=examples(25, all=150))
@@ -193,3 +191,15 @@ def test_a_request_that_cannot_be_served_says_what_to_change(name, rest, message
     request = {"p": 2, "n": 1, "m": 2, **rest}
     with pytest.raises(ValueError, match=message):
         make(name, **request)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 8), st.integers(0, 12))
+def test_groups_have_a_unit_for_every_rank_and_long_sequences_stay_alone(counts, ranks, short):
+    lengths = tuple((1,) * count for count in counts)
+    groups = sequence_groups(lengths, num_ranks=ranks)
+    assert [index for group in groups for index in group] == list(range(len(counts)))
+    if sum(counts) >= ranks:
+        assert all(sum(counts[index] for index in group) >= ranks for group in groups)
+    long = ((1,) * ranks,) * 5
+    groups = sequence_groups((*long, *((1,),) * short), num_ranks=ranks)
+    assert groups[:4] == [range(index, index + 1) for index in range(4)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import abstract_costs
-from sppo.schedule.generate import generate
+from sppo.schedule.program import generate
 from sppo.schedule.program_text import (
     ProgramTextError,
     format_program,

@@ -147,7 +147,7 @@ def test_planned_simulated_and_executed_programs_are_one(setting, tmp_path):
     file.write_text(json.dumps(plan_json(plan)), encoding="utf-8")
     read = read_plan(file)
     check_program(read)
-    simulated = read.evaluated().case().schedule
+    simulated, _ = read.evaluated().case()
     kinds = {action.kind for program in simulated.programs for action in program}
     assert (ActionKind.D2H in kinds) == (ActionKind.H2D in kinds) == plan.offloads_anything
     assert (ActionKind.KV in kinds) == (setting.kv == "recompute")

@@ -37,9 +37,8 @@ from sppo.cost.memory.unit_messages import exchanged_bytes, sent_bytes
 from sppo.cost.memory.unit_working_sets import loss_bytes, running_bytes, whole_unit_bytes
 from sppo.cost.memory.walk import kv_held
 from sppo.cost.stage_cost import placed_bytes
-from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.actions import Action, ActionKind, sequences_in_flight
 from sppo.schedule.costs import Table
-from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 from sppo.schedule.schedule import Schedule

@@ -1,9 +1,9 @@
 """Memory of a unit's messages while it runs: received, sent, exchanged and waiting tensors.
 
-All units of a group (:func:`sppo.schedule.orders.steps.sequence_groups`) pass one stage of a rank
-before the first of them enters the rank's next stage. While a unit runs forward, inputs of later
-units have arrived, and outputs of earlier units have come back from the last rank; all wait on the
-rank of the first stage. Gradients wait in the same way on the rank of the last stage.
+All units of a group (:func:`sppo.schedule.orders.rank_orders.sequence_groups`) pass one stage of a
+rank before the first of them enters the rank's next stage. While a unit runs forward, inputs of
+later units have arrived, and outputs of earlier units have come back from the last rank; all wait
+on the rank of the first stage. Gradients wait in the same way on the rank of the last stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.orders.steps import sequence_groups
+from sppo.schedule.orders.rank_orders import sequence_groups
 
 
 def sent_bytes(candidate: Candidate) -> Table:

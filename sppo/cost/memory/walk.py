@@ -16,11 +16,15 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_tokens
+from sppo.schedule.actions import Op
 from sppo.schedule.costs import Table
-from sppo.schedule.encoding import B, F
+from sppo.schedule.graph import Ints
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
-from sppo.schedule.orders.steps import Indices, sequence_groups
+from sppo.schedule.orders.rank_orders import (
+    ForwardsBeforeBackward,
+    encoded_orders,
+    sequence_groups,
+)
 
 Mask = npt.NDArray[np.bool_]
 _NOTHING = np.zeros(1)
@@ -43,17 +47,17 @@ class Walk:
 
     is_forward: Mask
     is_backward: Mask
-    stages: Indices
-    sequences: Indices
-    parts: Indices
-    units: Indices
+    stages: Ints
+    sequences: Ints
+    parts: Ints
+    units: Ints
     num_units: int
-    num_parts: Indices
+    num_parts: Ints
 
     @cached_property
-    def keys(self) -> Indices:
+    def keys(self) -> Ints:
         """Number of each action's unit: its place in a raveled table of [stages, subsequences]."""
-        keys: Indices = self.stages * self.num_units + self.units
+        keys: Ints = self.stages * self.num_units + self.units
         return keys
 
     @cached_property
@@ -82,11 +86,11 @@ class Walk:
         return is_last
 
     @cached_property
-    def kv_returns(self) -> tuple[Indices, Indices]:
+    def kv_returns(self) -> tuple[Ints, Ints]:
         """Last subsequences' backwards, and backwards before which their offloaded K/V come back.
 
         Both are places in raveled arrays of [ranks, actions].
-        :func:`sppo.schedule.transfers.kv_placement.place_kv` spreads the H2D copies of a sequence
+        :func:`sppo.schedule.transfers.copies.place_copies` spreads the H2D copies of a sequence
         over as many backwards of the rank as it has units, directly before its own backwards.
         """
         owners = (self.stages * len(self.num_parts) + self.sequences).ravel()
@@ -292,8 +296,8 @@ def _walk(
     sequences = np.repeat(np.arange(len(lengths)), num_parts)[units]
     parts = units - (np.cumsum(num_parts) - num_parts)[sequences]
     return Walk(
-        codes == F,
-        codes == B,
+        codes == Op.F,
+        codes == Op.B,
         stages=np.arange(num_ranks)[:, None] + num_ranks * turns,
         sequences=sequences,
         parts=parts,

@@ -20,11 +20,11 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_tokens
+from sppo.schedule.actions import Op
 from sppo.schedule.costs import Table
-from sppo.schedule.encoding import B, F
+from sppo.schedule.graph import Ints
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
-from sppo.schedule.orders.steps import Indices
 
 
 def can_be_paced(candidate: Candidate) -> bool:
@@ -65,7 +65,7 @@ def pace_forwards(
     backwards = np.concatenate([np.arange(own.start, own.stop)[::-1] for own in spans])
     paced: list[tuple[int, ...]] = []
     for rank, own in enumerate(_bytes_of_ranks(candidate, backwards, held=held)):
-        most = np.cumsum(codes[rank] == F)[codes[rank] == B]
+        most = np.cumsum(codes[rank] == Op.F)[codes[rank] == Op.B]
         if paced:
             before = np.array(paced[-1])
             most = np.minimum(most, np.where(before < len(needed), before - 1, before))
@@ -79,7 +79,7 @@ def pace_forwards(
     return tuple(paced)
 
 
-def _begun(until: Indices, needed: Indices, *, spare: Table, freed: Table) -> Iterator[int]:
+def _begun(until: Ints, needed: Ints, *, spare: Table, freed: Table) -> Iterator[int]:
     """Yield the number of forwards begun before each backward of a rank.
 
     Args:
@@ -107,9 +107,7 @@ class _RankBytes(NamedTuple):
     """Bytes of K/V gradients that each backward allocates; 0 after a sequence's first, [units]."""
 
 
-def _bytes_of_ranks(
-    candidate: Candidate, backwards: Indices, *, held: Table
-) -> Iterator[_RankBytes]:
+def _bytes_of_ranks(candidate: Candidate, backwards: Ints, *, held: Table) -> Iterator[_RankBytes]:
     """Yield the bytes of each rank.
 
     Args:

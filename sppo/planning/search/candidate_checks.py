@@ -14,7 +14,7 @@ from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.stage_cost import copy_bytes_per_s, row_bytes_of
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.search.policy_inputs import tier_room_bytes
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement
 
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:

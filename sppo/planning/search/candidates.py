@@ -28,7 +28,7 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement
 
 OTHER_SCHEDULES = ("seq_zb_h1", "interleaved_seq1f1b", "sppo_msp")
 """Schedules beside the plain order: zero-bubble, of one stage on a rank; interleaved, of several;

@@ -16,10 +16,10 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.program import Case, with_messages
+from sppo.schedule.program import with_messages
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import SimulatedStep, simulate_step
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 """Memory buckets that a simulation tracks over time; the others are constant during a step."""
@@ -86,11 +86,11 @@ class EvaluatedCandidate:
             return self.candidate.program(self.costs)
         return with_messages(self.program, costs=self.costs)
 
-    def case(self, *, forward_only: bool = False) -> Case:
+    def case(self, *, forward_only: bool = False) -> tuple[Schedule, Costs]:
         """Return the program of the step, or of its forwards alone, with its costs."""
         if forward_only:
-            return Case(self.candidate.program(self.costs, forward_only=True), self.costs)
-        return Case(self.executed_program(), self.costs)
+            return self.candidate.program(self.costs, forward_only=True), self.costs
+        return self.executed_program(), self.costs
 
     @property
     def device_peak_bytes(self) -> int:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from sppo.schedule.actions import Cut
+from sppo.schedule.actions import Cut, Op
 from sppo.schedule.costs import Costs
-from sppo.schedule.encoding import B, EncodedProgram, F
+from sppo.schedule.graph import Ints
 from sppo.schedule.msp_costs import msp_seconds
 from sppo.schedule.msp_groups import MspGroup, routes_between
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.reductions import with_reductions
+from sppo.schedule.transfers.communication import with_reductions
 
 _Messages = tuple[tuple[int, float, float], ...]
 """Messages of a unit between two stages: (link, seconds on the link, latency after that)."""
@@ -51,37 +50,45 @@ class CutSteps:
         self._rank_of = [plain.placement.rank_of(stage) for stage in range(costs.num_stages)]
         self._reduce_s: list[float] = costs.reduce_s.tolist()
         self._tokens = [tokens for parts in plain.lengths for tokens in parts]
-        self._whole_s = {
-            F: costs.forward_s.ravel().tolist(),
-            B: (costs.backward_s + costs.weight_s).ravel().tolist(),
+        self._whole_s: dict[int, list[float]] = {
+            Op.F: costs.forward_s.ravel().tolist(),
+            Op.B: (costs.backward_s + costs.weight_s).ravel().tolist(),
         }
-        priced = replace(plain, cuts=self._cuts(groups.values()))
+        priced = self._of_columns(plain.columns, groups=groups.values())
         self._cut_s = msp_seconds(priced, groups=groups, costs=costs)
         self._messages: dict[tuple[int, int, bool, bool], _Messages] = {}
 
     def saved_s(self, slot: int) -> float:
         """Return the seconds that an MSP group saves over its whole unit, its messages included."""
-        codes = (F,) if self._forward_only else (F, B)
+        codes = (Op.F,) if self._forward_only else (Op.F, Op.B)
         return sum(self._whole_s[code][slot] - self._cut_s[code, slot] for code in codes)
 
     def program(self, chosen: Mapping[int, MspGroup]) -> Schedule:
         """Return the schedule with exactly the MSP groups `chosen`."""
-        parts: list[list[EncodedProgram]] = [[] for _ in range(self.plain.num_ranks)]
+        actions: list[tuple[int, ...]] = []
         for sequence in range(self.plain.num_sequences):
-            for own, forward in zip(parts, self._forwards(sequence, chosen), strict=True):
-                own.append(forward)
-                if not self._forward_only:
-                    own.append(forward.take(np.arange(forward.codes.size)[::-1]).changed(B))
+            forwards = [
+                (rank, Op.F, slot, shard, len(ranks))
+                for slot in self._order(sequence, chosen)
+                for ranks in [self._ranks(slot, chosen)]
+                for shard, rank in enumerate(ranks)
+            ]
+            actions += forwards
+            if not self._forward_only:
+                actions += [(rank, Op.B, *unit) for rank, _, *unit in reversed(forwards)]
+        columns = np.array(actions, dtype=np.int64).T
+        columns = columns[:, np.argsort(columns[0], kind="stable")]
         # Borrowers send their gradients to the owner of a stage, so only the owner reduces.
-        encoded = tuple(
-            with_reductions(
-                EncodedProgram.joined(own),
-                stages=self.plain.placement.stages_of(rank),
-                num_units=self._units,
-            )
-            for rank, own in enumerate(parts)
-        )
-        return replace(self.plain, encoded=encoded, cuts=self._cuts(chosen.values()))
+        return with_reductions(self._of_columns(columns, groups=chosen.values()))
+
+    def _of_columns(self, columns: Ints, *, groups: Iterable[MspGroup]) -> Schedule:
+        plain = self.plain
+        cuts = self._cuts(groups)
+        return Schedule(plain.name, plain.placement, plain.lengths, columns, cuts)
+
+    def _ranks(self, slot: int, chosen: Mapping[int, MspGroup]) -> tuple[int, ...]:
+        group = chosen.get(slot)
+        return group.ranks if group else (self._rank_of[slot // self._units],)
 
     def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
         """Return the simulated seconds of a step with exactly the MSP groups `chosen`."""
@@ -89,9 +96,9 @@ class CutSteps:
         free, sent = [0.0] * num_ranks, [0.0] * num_ranks**2
         for sequence in range(self.plain.num_sequences):
             order = self._order(sequence, chosen)
-            self._walk(order, F, sequence, chosen, free=free, sent=sent)
+            self._walk(order, Op.F, sequence, chosen, free=free, sent=sent)
             if not self._forward_only:
-                self._walk(order[::-1], B, sequence, chosen, free=free, sent=sent)
+                self._walk(order[::-1], Op.B, sequence, chosen, free=free, sent=sent)
         if self._forward_only:
             return max(free)
         # A rank's first stage ends last; its reduction is at the end of the rank's program.
@@ -122,9 +129,9 @@ class CutSteps:
         begins = self._offsets[sequence]
         ends = begins + len(self.plain.lengths[sequence]) - 1
         to_next, to_before = units, -1
-        if code == B:
+        if code == Op.B:
             begins, ends, to_next, to_before = ends, begins, -units, 1
-        reduces = code == B and sequence == self.plain.num_sequences - 1
+        reduces = code == Op.B and sequence == self.plain.num_sequences - 1
         made, arrived = [0.0] * size, [0.0] * size
         for slot in order:
             stage, unit = divmod(slot, units)
@@ -195,18 +202,6 @@ class CutSteps:
             cuts.append(Cut(stage, sequence, unit - self._offsets[sequence], group.lengths))
         return tuple(sorted(cuts))
 
-    def _forwards(self, sequence: int, chosen: Mapping[int, MspGroup]) -> Iterator[EncodedProgram]:
-        """Yield the forwards of a sequence on each rank, in order."""
-        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self.plain.num_ranks)]
-        for slot in self._order(sequence, chosen):
-            group = chosen.get(slot)
-            ranks = group.ranks if group else (self._rank_of[slot // self._units],)
-            for shard, rank in enumerate(ranks):
-                rows[rank].append((slot, shard, len(ranks)))
-        for own in rows:
-            slots, shards, widths = np.array(own, dtype=np.int32).reshape(-1, 3).T
-            yield EncodedProgram(np.full_like(slots, F), slots, shards, widths)
-
     def _order(self, sequence: int, chosen: Mapping[int, MspGroup]) -> list[int]:
         """Return the slots of a sequence in the order of their starts; ties: most ranks first.
 
@@ -214,7 +209,7 @@ class CutSteps:
         entry per stage; an entry whose ranks were taken meanwhile goes back with a later start.
         """
         num_ranks, num_stages, units = self.plain.num_ranks, self.costs.num_stages, self._units
-        rank_of, whole_s, cut_s = self._rank_of, self._whole_s[F], self._cut_s
+        rank_of, whole_s, cut_s = self._rank_of, self._whole_s[Op.F], self._cut_s
         first = self._offsets[sequence]
         end = first + len(self.plain.lengths[sequence])
         done, free = [0.0] * self._size, [0.0] * num_ranks
@@ -230,7 +225,7 @@ class CutSteps:
                 heapq.heappush(ready, (earliest, -len(ranks), slot))
                 continue
             order.append(slot)
-            done[slot] = ended = start + (cut_s[F, slot] if group else whole_s[slot])
+            done[slot] = ended = start + (cut_s[Op.F, slot] if group else whole_s[slot])
             for rank in ranks:
                 free[rank] = ended
             next_unit[stage] += 1

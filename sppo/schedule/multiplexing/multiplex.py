@@ -102,7 +102,7 @@ def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, M
     """
     count, total, placement = len(plain.lengths[0]), costs.num_units, plain.placement
     if len(plain.lengths) > 1 and len({*plain.lengths}) == 1 and costs.repeats(count):
-        one = replace(plain, lengths=plain.lengths[:1])
+        one = Schedule(plain.name, placement, plain.lengths[:1], plain.columns)
         found = _chosen(one, costs=costs.of_first_units(count), forward_only=forward_only)
         slots = {slot: divmod(slot, count) for slot in found}
         return {
@@ -113,7 +113,8 @@ def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, M
     if placement.num_virtual > _ENDS:
         stages = range(placement.num_stages)
         ends = (*stages[: placement.num_ranks], *stages[-placement.num_ranks :])
-        two = replace(plain, placement=replace(placement, num_virtual=_ENDS))
+        both_ends = replace(placement, num_virtual=_ENDS)
+        two = Schedule(plain.name, both_ends, plain.lengths, plain.columns)
         found = _chosen(two, costs=costs.of_stages(ends), forward_only=forward_only)
         there = {slot: ends[slot // total] * total + slot % total for slot in found}
         return {there[slot]: replace(group, slot=there[slot]) for slot, group in found.items()}

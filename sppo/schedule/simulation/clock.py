@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sppo.schedule.actions import NUM_COMPUTE, Op
 from sppo.schedule.costs import Costs
-from sppo.schedule.encoding import D2H, D2H_KV, NUM_COMPUTE
 from sppo.schedule.graph import Edges, Floats, Ints, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.dependencies import BUBBLE, COMMUNICATION, COPY, Dependencies
@@ -88,11 +88,11 @@ def run_clock(schedule: Schedule, *, costs: Costs, seconds: Floats | None = None
         ]
     )
     # Copies out may wait on the way for blocks that are not made yet.
-    starts, out = ready[COPY].copy(), step.actions.of(D2H, D2H_KV)
+    starts, out = ready[COPY].copy(), step.schedule.of(Op.D2H, Op.D2H_KV)
     starts[out] = ready[COMMUNICATION][out]
     finishes = np.maximum(ends, step.last_blocks.starts_s(ends))
     finishes[: step.latency_s.size] += step.latency_s
-    never = step.actions.never
+    never = step.schedule.never
     starts[never] = finishes[never] = 0.0
     waits = _waits(step, ends, ready, until=float(finishes[: never + 1].max()))
     return Clock(starts[: never + 1], finishes[: never + 1], waits)
@@ -107,15 +107,15 @@ def _waits(step: Dependencies, ends: Floats, ready: Floats, *, until: float) -> 
         ready: When each service could start as far as one, two, or all causes tell, [3, services].
         until: End of the step.
     """
-    compute, every_rank = step.actions.compute, np.arange(step.actions.num_ranks)
+    compute, every_rank = step.schedule.compute, np.arange(step.schedule.num_ranks)
     busy_until = np.zeros(every_rank.size)
-    np.maximum.at(busy_until, step.actions.ranks[compute], ends[compute])
+    np.maximum.at(busy_until, step.schedule.ranks[compute], ends[compute])
     actions, services, waiting = step.compute
-    ranks = step.actions.ranks[actions]
+    ranks = step.schedule.ranks[actions]
     free = np.append(0.0, ends[services][:-1])
     free[np.diff(ranks, prepend=-1) > 0] = 0.0
     moments = np.maximum.accumulate([free, *(times[waiting] for times in ready)])
-    occupied = np.where(step.actions.codes[actions] < NUM_COMPUTE, moments[-1], ends[services])
+    occupied = np.where(step.schedule.codes[actions] < NUM_COMPUTE, moments[-1], ends[services])
     begins, stops = moments.T.ravel(), np.vstack([moments[1:], occupied]).T.ravel()
     ranks = np.repeat(ranks, len(moments))
     causes = np.tile([BUBBLE, COMMUNICATION, COPY, COMMUNICATION], services.size)
@@ -131,13 +131,13 @@ def _waits(step: Dependencies, ends: Floats, ready: Floats, *, until: float) -> 
 
 def _deadlock(standstill: Standstill, step: Dependencies) -> DeadlockError:
     """Return the error that names the actions that wait for each other."""
-    actions = step.actions
+    schedule = step.schedule
     waits = [[*map(step.action_of, services)] for services in standstill.services]
     shown = "; ".join(
-        f"{actions.text(waiting)}, waits for {actions.name(awaited)}"
+        f"{schedule.text_with_place(waiting)}, waits for {schedule.text(awaited)}"
         for waiting, awaited in waits[:_SHOWN]
     )
     more = f"; and {len(waits) - _SHOWN} more ranks" if len(waits) > _SHOWN else ""
     return DeadlockError(
-        f"the order of the programs contradicts itself: {shown}{more}", *actions.place(waits[0][0])
+        f"the order of the programs contradicts itself: {shown}{more}", *schedule.place(waits[0][0])
     )

@@ -28,28 +28,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sppo.schedule.actions import RESIDENT_STAGES
+from sppo.schedule.actions import RESIDENT_STAGES, Op
 from sppo.schedule.costs import Costs
-from sppo.schedule.encoding import (
-    D2H,
-    D2H_GRADIENTS,
-    D2H_KV,
-    H2D,
-    H2D_GRADIENTS,
-    H2D_KV,
-    H2D_WEIGHTS,
-    KV,
-    RECV_ACT,
-    RECV_GRAD,
-    REDUCE,
-    SEND_ACT,
-    SEND_GRAD,
-    B,
-    F,
-    W,
-)
 from sppo.schedule.graph import Edges, Floats, Ints, in_turn
-from sppo.schedule.messages import Messages, needed_messages
 from sppo.schedule.msp_costs import msp_seconds
 from sppo.schedule.schedule import Schedule
 
@@ -82,7 +63,7 @@ class Dependencies:
             replaces nothing. An MSP group takes those of its longest shard.
 
     Attributes:
-        actions: Actions of the step.
+        schedule: Schedule of the step.
         seconds: Seconds of each service.
         ranks: Rank in whose program each service is walked.
         turns: Order of the services of a rank.
@@ -99,13 +80,12 @@ class Dependencies:
             f"costs of {costs.num_stages} stages, {costs.num_units} units for a schedule of "
             f"{schedule.num_stages}, {schedule.num_units}"
         )
-        self._schedule, self._costs = schedule, costs
-        self.actions = actions = schedule.actions
-        self.ranks = actions.ranks
-        self.turns = _TURNS * np.arange(actions.never + 1)
-        self.seconds = np.zeros(actions.never + 1)
-        self.inputs = np.arange(actions.never + 1)
-        self.latency_s = np.zeros(actions.never + 1)
+        self.schedule, self._costs = schedule, costs
+        self.ranks = schedule.ranks
+        self.turns = _TURNS * np.arange(schedule.never + 1)
+        self.seconds = np.zeros(schedule.never + 1)
+        self.inputs = np.arange(schedule.never + 1)
+        self.latency_s = np.zeros(schedule.never + 1)
         self._edges: list[Edges] = []
         self.implied: list[Edges] = []
         self.last_blocks = Edges.of(*np.zeros((2, 0), dtype=np.int64))
@@ -127,8 +107,8 @@ class Dependencies:
 
     def action_of(self, service: int) -> int:
         """Return the action that a service belongs to."""
-        actions = self.actions
-        return service if service <= actions.never else int(self.turns[service] + 1) // _TURNS
+        schedule = self.schedule
+        return service if service <= schedule.never else int(self.turns[service] + 1) // _TURNS
 
     def _wait(
         self, earlier: Ints, later: Ints, *, lag_s: Floats | float = 0.0, cause: int = BUBBLE
@@ -139,13 +119,13 @@ class Dependencies:
     def _new_services(self, seconds: Floats, beside: Ints, *, turn: int) -> Ints:
         """Return new services that are walked `turn` turns after the actions `beside`."""
         self.seconds = np.append(self.seconds, seconds)
-        self.ranks = np.append(self.ranks, self.actions.ranks[beside])
+        self.ranks = np.append(self.ranks, self.schedule.ranks[beside])
         self.turns = np.append(self.turns, self.turns[beside] + turn)
         return np.arange(self.seconds.size - seconds.size, self.seconds.size)
 
     def _start_groups_at_once(self) -> None:
         """Let the shards of each unit wait for one start."""
-        cut, first = self.actions.first_shards()
+        cut, first = self.schedule.first_shards()
         leaders, group = np.unique(first, return_inverse=True)
         starts = self._new_services(np.zeros(leaders.size), leaders, turn=-1)
         self.inputs[cut] = starts[group]
@@ -153,33 +133,33 @@ class Dependencies:
 
     def _set_seconds(self, given: Floats | None) -> None:
         """Set the seconds of all actions."""
-        costs, actions = self._costs, self.actions
+        costs, schedule = self._costs, self.schedule
         copies, state = costs.copies, costs.state_copies or costs.copies
-        split = actions.at(W, np.arange(actions.size)) != actions.never
+        split = schedule.at(Op.W, np.arange(schedule.size)) != schedule.never
         fused_s = np.where(split.reshape(costs.weight_s.shape), 0.0, costs.weight_s)
         tables = {
-            F: costs.forward_s,
-            B: costs.backward_s + fused_s,
-            W: costs.weight_s,
-            KV: costs.kv_recompute_s,
-            D2H: costs.offload_bytes / copies.d2h_bytes_per_s,
-            H2D: costs.offload_bytes / copies.h2d_bytes_per_s,
-            D2H_KV: costs.kv_offload_bytes / copies.d2h_bytes_per_s,
-            H2D_KV: costs.kv_offload_bytes / copies.h2d_bytes_per_s,
-            REDUCE: costs.reduce_s,
-            H2D_WEIGHTS: costs.streamed_weight_bytes / state.h2d_bytes_per_s,
-            D2H_GRADIENTS: costs.streamed_gradient_bytes / state.d2h_bytes_per_s,
-            H2D_GRADIENTS: costs.streamed_gradient_bytes / state.h2d_bytes_per_s,
+            Op.F: costs.forward_s,
+            Op.B: costs.backward_s + fused_s,
+            Op.W: costs.weight_s,
+            Op.KV: costs.kv_recompute_s,
+            Op.D2H: costs.offload_bytes / copies.d2h_bytes_per_s,
+            Op.H2D: costs.offload_bytes / copies.h2d_bytes_per_s,
+            Op.D2H_KV: costs.kv_offload_bytes / copies.d2h_bytes_per_s,
+            Op.H2D_KV: costs.kv_offload_bytes / copies.h2d_bytes_per_s,
+            Op.REDUCE: costs.reduce_s,
+            Op.H2D_WEIGHTS: costs.streamed_weight_bytes / state.h2d_bytes_per_s,
+            Op.D2H_GRADIENTS: costs.streamed_gradient_bytes / state.d2h_bytes_per_s,
+            Op.H2D_GRADIENTS: costs.streamed_gradient_bytes / state.h2d_bytes_per_s,
         }
         for code, table in tables.items():
-            found = actions.of(code)
-            self.seconds[found] = table.ravel()[actions.slots[found]]
-        shards = actions.of(D2H, H2D)
-        self.seconds[shards] /= actions.widths[shards]
-        if actions.most_shards > 1:
-            cut_s = msp_seconds(self._schedule, groups=self._schedule.msp_groups, costs=costs)
-            cut = np.flatnonzero(self.inputs > actions.never)
-            keys = zip(actions.codes[cut].tolist(), actions.slots[cut].tolist(), strict=True)
+            found = schedule.of(code)
+            self.seconds[found] = table.ravel()[schedule.slots[found]]
+        shards = schedule.of(Op.D2H, Op.H2D)
+        self.seconds[shards] /= schedule.widths[shards]
+        if schedule.most_shards > 1:
+            cut_s = msp_seconds(self.schedule, groups=self.schedule.msp_groups, costs=costs)
+            cut = np.flatnonzero(self.inputs > schedule.never)
+            keys = zip(schedule.codes[cut].tolist(), schedule.slots[cut].tolist(), strict=True)
             self.seconds[cut] = [cut_s[key] for key in keys]
         if given is not None:
             longest, known = np.full(self.seconds.shape, -np.inf), np.flatnonzero(~np.isnan(given))
@@ -188,100 +168,99 @@ class Dependencies:
 
     def _compute_in_turn(self) -> ComputeTurns:
         """Let compute run in program order, with reductions, and return the turns."""
-        actions = self.actions
-        reductions, leaving = actions.of(REDUCE), actions.of(D2H_GRADIENTS)
-        _, is_reduced = actions.last_before(leaving, reductions, of=actions.stages)
+        schedule = self.schedule
+        reductions, leaving = schedule.of(Op.REDUCE), schedule.of(Op.D2H_GRADIENTS)
+        _, is_reduced = schedule.last_before(leaving, reductions, of=schedule.stages)
         early = leaving[~is_reduced]
-        wait_s = self._costs.last_reduction_wait_s[actions.stages[early]]
+        wait_s = self._costs.last_reduction_wait_s[schedule.stages[early]]
         reduced = self._new_services(wait_s, early, turn=-1)
-        occupying = np.concatenate([actions.compute, reductions, early])
+        occupying = np.concatenate([schedule.compute, reductions, early])
         order = np.argsort(occupying, kind="stable")
         turns = ComputeTurns(
             occupying[order],
-            np.concatenate([actions.compute, reductions, reduced])[order],
-            np.concatenate([self.inputs[actions.compute], reductions, reduced])[order],
+            np.concatenate([schedule.compute, reductions, reduced])[order],
+            np.concatenate([self.inputs[schedule.compute], reductions, reduced])[order],
         )
-        follows = np.flatnonzero(np.diff(actions.ranks[turns.actions]) == 0)
+        follows = np.flatnonzero(np.diff(schedule.ranks[turns.actions]) == 0)
         self._wait(turns.services[follows], turns.waiting[follows + 1])
         return turns
 
     def _after_compute(self, waiting: Ints) -> None:
         """Let actions wait for the preceding compute and reduction on their rank."""
-        ranks, turns = self.actions.ranks, self.compute
+        ranks, turns = self.schedule.ranks, self.compute
         place = np.searchsorted(turns.actions, waiting, side="right") - 1
         follows = (place >= 0) & (ranks[turns.actions[place]] == ranks[waiting])
         self._wait(turns.services[place[follows]], waiting[follows])
 
     def _compute_reads(self) -> None:
         """Let compute wait for results of its own stage."""
-        actions = self.actions
-        forward, backward = actions.of(F), actions.of(B)
+        schedule = self.schedule
+        forward, backward = schedule.of(Op.F), schedule.of(Op.B)
         for later, code, step in (
-            (forward[actions.before[forward] > 0], F, -1),
-            (backward, F, 0),
-            (backward[actions.behind[backward] > 0], B, 1),
-            (actions.of(W), B, 0),
-            (actions.of(KV), F, 0),
+            (forward[schedule.before[forward] > 0], Op.F, -1),
+            (backward, Op.F, 0),
+            (backward[schedule.behind[backward] > 0], Op.B, 1),
+            (schedule.of(Op.W), Op.B, 0),
+            (schedule.of(Op.KV), Op.F, 0),
         ):
-            self._read(actions.at(code, actions.slots[later] + step), later)
+            self._read(schedule.at(code, schedule.slots[later] + step), later)
 
     def _read(self, earlier: Ints, later: Ints) -> None:
         """Let actions wait for results of compute, unless the order of their rank implies it."""
-        actions = self.actions
-        implied = (actions.ranks[earlier] == actions.ranks[later]) & (earlier < later)
-        implied &= (actions.widths[earlier] == 1) & (actions.widths[later] == 1)
+        schedule = self.schedule
+        implied = (schedule.ranks[earlier] == schedule.ranks[later]) & (earlier < later)
+        implied &= (schedule.widths[earlier] == 1) & (schedule.widths[later] == 1)
         self._wait(earlier[~implied], self.inputs[later[~implied]])
 
     def _compute_receives(self) -> None:
         """Let compute wait for results of neighbouring stages, and for the messages with them."""
-        actions, units = self.actions, self._schedule.num_units
-        self._after_compute(actions.of(SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD))
-        links = []
-        for wire, code, step in ((SEND_ACT, F, -units), (SEND_GRAD, B, units)):
-            readers = actions.of(code)
-            readers = readers[actions.shards[readers] == 0]
-            sources = actions.slots[readers] + step
-            has_source = (sources >= 0) & (sources < actions.size)
-            readers, producers = readers[has_source], actions.at(code, sources[has_source])
-            messages = needed_messages(self._schedule, code=wire)
-            crosses = np.isin(sources[has_source], messages.slots[messages.counts == 1])
-            crosses &= producers != actions.never
+        schedule = self.schedule
+        self._after_compute(schedule.of(Op.SEND_ACT, Op.SEND_GRAD, Op.RECV_ACT, Op.RECV_GRAD))
+        units, links = schedule.num_units, []
+        for send, code, step in ((Op.SEND_ACT, Op.F, units), (Op.SEND_GRAD, Op.B, -units)):
+            readers = schedule.of(code)
+            readers = readers[schedule.shards[readers] == 0]
+            sources = schedule.slots[readers] - step
+            has_source = (sources >= 0) & (sources < schedule.size)
+            readers, producers = readers[has_source], schedule.at(code, sources[has_source])
+            (_, _, slots, _, counts), *_ = schedule.messages[send]
+            crosses = np.isin(sources[has_source], slots[counts == 1])
+            crosses &= producers != schedule.never
             self._read(producers[~crosses], readers[~crosses])
-            links.append(self._transfer(wire, code, -step, messages))
+            links.append(self._transfer(send, code, step))
         sent, pairs, turns = map(np.concatenate, zip(*links, strict=True))
         self._wait(*in_turn(sent, resources=pairs, turns=turns))
 
-    def _transfer(
-        self, wire: int, code: int, step: int, messages: Messages
-    ) -> tuple[Ints, Ints, Ints]:
+    def _transfer(self, send: Op, code: Op, step: int) -> tuple[Ints, Ints, Ints]:
         """Let messages wait for results, and readers for messages.
 
         Args:
-            wire: Opcode of the wire's SEND.
+            send: Opcode of the wire's SEND.
             code: F or B, which makes the tensors and reads them.
             step: Difference of the slots of reader and maker.
-            messages: Messages of the wire, of which those of absent results are left out.
 
         Returns:
-            Service, link and turn of each message.
+            Service, link and turn of each message; messages of absent results are left out.
         """
-        actions, num_ranks = self.actions, self._schedule.num_ranks
-        producers = actions.at(code, messages.slots, messages.shards)
-        made = np.flatnonzero(producers != actions.never)
-        producers, messages = producers[made], messages.where(made)
-        readers = self.inputs[actions.at(code, messages.slots + step)]
+        schedule = self.schedule
+        sends, receives, shards, shares = schedule.messages[send]
+        producers = schedule.at(code, sends[2], shards)
+        made = producers != schedule.never
+        producers, shares = producers[made], shares[made]
+        senders, _, slots, numbers, _ = sends[:, made]
+        readers = self.inputs[schedule.at(code, slots + step)]
         self.implied.append(Edges.of(producers, readers))
-        pairs = messages.senders * num_ranks + messages.receivers
+        pairs = senders * schedule.num_ranks + receives[0, made]
         used, own = np.unique(pairs, return_inverse=True)
         links = [
-            self._costs.links.link(pair // num_ranks, receiver=pair % num_ranks)
+            self._costs.links.link(pair // schedule.num_ranks, receiver=pair % schedule.num_ranks)
             for pair in used.tolist()
         ]
         rates = np.array([link.bytes_per_s for link in links])[own]
         latencies = np.array([link.latency_s for link in links])[own]
-        sizes = self._costs.message_bytes[actions.units[producers]] * messages.shares
-        if actions.of(SEND_ACT, SEND_GRAD).size:
-            sent = actions.at(wire, messages.slots, messages.numbers)
+        sizes = self._costs.message_bytes[schedule.units[producers]] * shares
+        if schedule.of(Op.SEND_ACT, Op.SEND_GRAD).size:
+            sent = schedule.at(send, slots, numbers)
             self.seconds[sent], self.latency_s[sent] = sizes / rates, latencies
             self._read(producers, sent)
         else:
@@ -296,27 +275,27 @@ class Dependencies:
         Returns:
             Copies to the device, without those of weights that are there.
         """
-        actions = self.actions
-        weights, gradients = actions.of(H2D_WEIGHTS), actions.of(H2D_GRADIENTS)
-        leaving = actions.of(D2H_GRADIENTS)
-        stages, ranks = actions.stages[weights], actions.ranks[weights]
+        schedule = self.schedule
+        weights, gradients = schedule.of(Op.H2D_WEIGHTS), schedule.of(Op.H2D_GRADIENTS)
+        leaving = schedule.of(Op.D2H_GRADIENTS)
+        stages, ranks = schedule.stages[weights], schedule.ranks[weights]
         held = np.zeros(weights.shape, dtype=bool)
         for ago in range(1, RESIDENT_STAGES + 1):
             held[ago:] |= (stages[ago:] == stages[:-ago]) & (ranks[ago:] == ranks[:-ago])
         self.seconds[weights[held]] = 0.0
         self._after_compute(np.concatenate([weights, gradients, leaving]))
-        gone, has_gone = actions.last_before(gradients, leaving, of=actions.stages)
+        gone, has_gone = schedule.last_before(gradients, leaving, of=schedule.stages)
         self._wait(gone[has_gone], gradients[has_gone])
         fetched = np.concatenate([weights[~held], gradients])
-        used, is_used = actions.first_after(fetched, actions.compute, of=actions.stages)
+        used, is_used = schedule.first_after(fetched, schedule.compute, of=schedule.stages)
         self._wait(fetched[is_used], self.inputs[used[is_used]], cause=COPY)
         return fetched
 
     def _copies_out(self) -> None:
         """Let copies off the device wait for what they copy, and run one after the other."""
-        actions, seconds = self.actions, self.seconds
-        out = actions.of(D2H, D2H_KV)
-        made = actions.at(F, actions.slots[out])
+        schedule, seconds = self.schedule, self.seconds
+        out = schedule.of(Op.D2H, Op.D2H_KV)
+        made = schedule.at(Op.F, schedule.slots[out])
         if self._costs.layer_copies:
             layers = self._flow("layers", out)
             begin_s = -seconds[made] * (layers - 1) / layers
@@ -325,42 +304,42 @@ class Dependencies:
             self._wait(made, out, lag_s=lag_s, cause=COPY)
         else:
             self._wait(made, out)
-        self._on_engines(out, actions.of(D2H_GRADIENTS))
+        self._on_engines(out, schedule.of(Op.D2H_GRADIENTS))
 
     def _copies_back(self, fetched: Ints) -> None:
         """Let copies to the device wait for memory, compute for the copies, and copies in turn."""
-        actions, slots, ranks = self.actions, self.actions.slots, self.actions.ranks
-        saved, kv = actions.of(H2D), actions.of(H2D_KV)
+        schedule, slots, ranks = self.schedule, self.schedule.slots, self.schedule.ranks
+        saved, kv = schedule.of(Op.H2D), schedule.of(Op.H2D_KV)
         self._after_compute(np.concatenate([saved, kv]))
-        self._wait(actions.at(D2H, slots[saved], actions.shards[saved]), saved)
-        self._wait(actions.at(D2H_KV, slots[kv]), kv)
-        readers = actions.at(B, slots[saved], actions.shards[saved])
+        self._wait(schedule.at(Op.D2H, slots[saved], schedule.shards[saved]), saved)
+        self._wait(schedule.at(Op.D2H_KV, slots[kv]), kv)
+        readers = schedule.at(Op.B, slots[saved], schedule.shards[saved])
         if self._costs.layer_copies:
             self._blocks_back(saved, readers)
             self.turns[saved] = self.turns[readers] - 3
         else:
             self._wait(saved, self.inputs[readers], cause=COPY)
-        beside, is_beside = actions.first_after(kv, actions.of(B), of=ranks)
+        beside, is_beside = schedule.first_after(kv, schedule.of(Op.B), of=ranks)
         kv, beside = kv[is_beside], beside[is_beside]
         self.turns[kv] = self.turns[beside] - 2
-        is_read = actions.stages[kv] == actions.stages[beside]
-        is_read &= actions.sequences[kv] == actions.sequences[beside]
+        is_read = schedule.stages[kv] == schedule.stages[beside]
+        is_read &= schedule.sequences[kv] == schedule.sequences[beside]
         lag_s = np.where(is_read, 0.0, -self.seconds[beside])
         self._wait(kv, self.inputs[beside], lag_s=lag_s, cause=COPY)
         self._on_engines(np.concatenate([saved, kv]), fetched)
 
     def _on_engines(self, copies: Ints, stage_copies: Ints) -> None:
         """Let copies of each rank in one direction run one after the other."""
-        ranks, both = self.actions.ranks, np.concatenate([copies, stage_copies])
+        ranks, both = self.schedule.ranks, np.concatenate([copies, stage_copies])
         engines = ranks[both]
         if self._costs.state_copies is not None:
-            engines[copies.size :] += self._schedule.num_ranks
+            engines[copies.size :] += self.schedule.num_ranks
         self._wait(*in_turn(both, resources=engines, turns=self.turns[both]))
 
     def _flow(self, name: str, actions: Ints) -> Ints:
         """Return a field of :class:`sppo.schedule.costs.LayerCopies` for each action's stage."""
         numbers = np.array([getattr(flow, name) for flow in self._costs.layer_copies])
-        found: Ints = numbers[self.actions.stages[actions]]
+        found: Ints = numbers[self.schedule.stages[actions]]
         return found
 
     def _blocks_back(self, saved: Ints, readers: Ints) -> None:
@@ -369,7 +348,7 @@ class Dependencies:
         The first block waits until the layer `back` before the backward begins; each layer waits
         for its own block. A wait in the middle of the backward is counted as a wait at its start.
         """
-        actions, seconds = self.actions, self.seconds
+        schedule, seconds = self.schedule, self.seconds
         layers = self._flow("layers", saved)
         block_s, behind_s = seconds[saved] / layers, (layers - 1) * seconds[readers] / layers
         lag_s = np.maximum(block_s - seconds[saved], -behind_s)
@@ -377,7 +356,7 @@ class Dependencies:
         ahead_s = np.minimum(behind_s, self._flow("back", saved) * seconds[readers] / layers)
         lag_s = behind_s - ahead_s + block_s - seconds[readers]
         self.last_blocks = Edges.of(readers, saved, lag_s=lag_s)
-        before, is_before = actions.last_before(readers, actions.of(B), of=actions.ranks)
+        before, is_before = schedule.last_before(readers, schedule.of(Op.B), of=schedule.ranks)
         saved, before = saved[is_before], before[is_before]
         layer_before_s = seconds[before] / self._flow("layers", before)
         self._wait(before, saved, lag_s=-self._flow("back", saved) * layer_before_s)
@@ -388,10 +367,10 @@ class Dependencies:
         The end of a layer waits until the block made `out` layers before has left. All layers of a
         unit are taken as equal, and a wait in the middle is counted as a wait at the start.
         """
-        actions, seconds = self.actions, self.seconds
-        forward, slots = actions.of(F), actions.slots
-        own = actions.at(D2H, slots[forward], actions.shards[forward])
-        copy_s = seconds[own] + seconds[actions.at(D2H_KV, slots[forward])]
+        schedule, seconds = self.schedule, self.seconds
+        forward, slots = schedule.of(Op.F), schedule.slots
+        own = schedule.at(Op.D2H, slots[forward], schedule.shards[forward])
+        copy_s = seconds[own] + seconds[schedule.at(Op.D2H_KV, slots[forward])]
         forward, copy_s = forward[copy_s > 0], copy_s[copy_s > 0]
         layers, out = self._flow("layers", forward), self._flow("out", forward)
         all_s, beyond = seconds[forward], layers - out
@@ -410,14 +389,14 @@ class Dependencies:
         self.implied.append(moved)
         self._wait(moved.earlier, moved.later, lag_s=moved.lag_s + later_s[moved.later], cause=COPY)
         # Blocks of earlier forwards.
-        copies, kv = actions.of(D2H, D2H_KV), actions.of(D2H_KV)
+        copies, kv = schedule.of(Op.D2H, Op.D2H_KV), schedule.of(Op.D2H_KV)
         blocks_s = np.zeros(seconds.size)
         blocks_s[copies] = seconds[copies] / self._flow("layers", copies)
-        blocks_s[kv] += blocks_s[actions.at(D2H, slots[kv])]
-        before, _ = actions.last_before(forward, copies, of=actions.ranks)
+        blocks_s[kv] += blocks_s[schedule.at(Op.D2H, slots[kv])]
+        before, _ = schedule.last_before(forward, copies, of=schedule.ranks)
         if self._costs.state_copies is None:
-            copies = actions.of(D2H, D2H_KV, D2H_GRADIENTS)
-        last, is_last = actions.last_before(forward, copies, of=actions.ranks)
+            copies = schedule.of(Op.D2H, Op.D2H_KV, Op.D2H_GRADIENTS)
+        last, is_last = schedule.last_before(forward, copies, of=schedule.ranks)
         own_s = [beyond * layer_s, block_s + (beyond - 1) * layer_s, beyond * block_s]
         lag_s = np.where(beyond > 0, np.maximum.reduce(own_s), beyond * blocks_s[before])
         lag_s = np.maximum((layers - 1) * layer_s - (out - 1) * blocks_s[before], lag_s) - all_s

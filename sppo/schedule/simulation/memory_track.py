@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sppo.schedule.actions import Op
 from sppo.schedule.costs import Costs, Table
-from sppo.schedule.encoding import D2H, H2D, H2D_KV, KV, B, F, W
 from sppo.schedule.graph import Floats, Ints
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import Clock
@@ -73,9 +73,12 @@ def _buckets(schedule: Schedule, *, clock: Clock, costs: Costs) -> dict[str, _Ev
     """Return the changes of the memory of all ranks by bucket."""
     if not schedule.is_training:
         return _forward_only(schedule, clock=clock, costs=costs)
-    first_s, last_s = _first_starts(schedule, clock, F), _last_finishes(schedule, clock, B)
-    gone_s, back_s = _last_finishes(schedule, clock, F), _first_starts(schedule, clock, H2D_KV, KV)
-    first_backward_s = _first_starts(schedule, clock, B)
+    first_s, last_s = _first_starts(schedule, clock, Op.F), _last_finishes(schedule, clock, Op.B)
+    gone_s, back_s = (
+        _last_finishes(schedule, clock, Op.F),
+        _first_starts(schedule, clock, Op.H2D_KV, Op.KV),
+    )
+    first_backward_s = _first_starts(schedule, clock, Op.B)
     keys = _of_sequences(schedule, first_s, last_s, costs.kv_bytes)
     absent = _of_sequences(schedule, gone_s, back_s, -costs.kv_bytes)
     gradients = _of_sequences(schedule, first_backward_s, last_s, costs.kv_gradient_bytes)
@@ -95,12 +98,11 @@ def _held(ranks: Ints, begins_s: Floats, ends_s: Floats, sizes: Floats) -> _Even
 
 def _forward_only(schedule: Schedule, *, clock: Clock, costs: Costs) -> dict[str, _Events]:
     """Return the buckets of an evaluation: the running unit, and K/V to the program's end."""
-    actions = schedule.actions
-    forward = actions.of(F)
-    ranks, at = actions.ranks[forward], (actions.stages[forward], actions.units[forward])
+    forward = schedule.of(Op.F)
+    ranks, at = schedule.ranks[forward], (schedule.stages[forward], schedule.units[forward])
     begins_s, ends_s = clock.starts_s[forward], clock.finishes_s[forward]
     last_s = np.zeros(schedule.num_ranks)
-    np.maximum.at(last_s, actions.ranks[:-1], clock.finishes_s[:-1])
+    np.maximum.at(last_s, schedule.ranks[:-1], clock.finishes_s[:-1])
     shares = schedule.shares[forward]
     return {
         "activations": _held(ranks, begins_s, ends_s, costs.activation_bytes[at] * shares),
@@ -110,15 +112,17 @@ def _forward_only(schedule: Schedule, *, clock: Clock, costs: Costs) -> dict[str
 
 def _activations(schedule: Schedule, *, clock: Clock, costs: Costs) -> _Events:
     """Return the changes of saved activations of the units and shards that ranks run."""
-    actions, starts_s, finishes_s = schedule.actions, clock.starts_s, clock.finishes_s
-    forward = actions.of(F)
+    starts_s, finishes_s = clock.starts_s, clock.finishes_s
+    forward = schedule.of(Op.F)
     slots, shards, ranks = (
-        column[forward] for column in (actions.slots, actions.shards, actions.ranks)
+        column[forward] for column in (schedule.slots, schedule.shards, schedule.ranks)
     )
-    backward, weights, out, back = (actions.at(code, slots, shards) for code in (B, W, D2H, H2D))
-    at, shares = (actions.stages[forward], actions.units[forward]), schedule.shares[forward]
+    backward, weights, out, back = (
+        schedule.at(code, slots, shards) for code in (Op.B, Op.W, Op.D2H, Op.H2D)
+    )
+    at, shares = (schedule.stages[forward], schedule.units[forward]), schedule.shares[forward]
     size, offloaded = costs.activation_bytes[at] * shares, costs.offload_bytes[at] * shares
-    deferred = weights != actions.never
+    deferred = weights != schedule.never
     begins_s, backward_s = starts_s[forward], finishes_s[backward]
     weights_s = np.where(deferred, finishes_s[weights], backward_s)
     if costs.layer_copies:
@@ -129,7 +133,7 @@ def _activations(schedule: Schedule, *, clock: Clock, costs: Costs) -> _Events:
                 _held(ranks, backward_s, weights_s, operands),
             ]
         )
-    left = out != actions.never
+    left = out != schedule.never
     away = _held(ranks[left], finishes_s[out[left]], starts_s[back[left]], -offloaded[left])
     ends_s = np.maximum(backward_s, weights_s)
     return _Events.joined([_held(ranks, begins_s, ends_s, size), away])
@@ -153,10 +157,9 @@ def _last_finishes(schedule: Schedule, clock: Clock, code: int) -> Table:
 
 def _of_owners(schedule: Schedule, *codes: int) -> tuple[Ints, tuple[Ints, Ints]]:
     """Return actions of some kinds on the ranks of their stages, and (stages, sequences)."""
-    actions = schedule.actions
-    found = actions.of(*codes)
-    own = found[actions.stages[found] % schedule.num_ranks == actions.ranks[found]]
-    return own, (actions.stages[own], actions.sequences[own])
+    found = schedule.of(*codes)
+    own = found[schedule.stages[found] % schedule.num_ranks == schedule.ranks[found]]
+    return own, (schedule.stages[own], schedule.sequences[own])
 
 
 def _of_sequences(schedule: Schedule, begins_s: Table, ends_s: Table, sizes: Table) -> _Events:

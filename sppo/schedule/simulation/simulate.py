@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sppo.schedule.actions import NUM_COMPUTE, Op
 from sppo.schedule.costs import CopyEngines, Costs, Table
-from sppo.schedule.encoding import NUM_COMPUTE, REDUCE
 from sppo.schedule.graph import Floats
-from sppo.schedule.in_flight import peak_in_flight
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import Clock, run_clock
 from sppo.schedule.simulation.dependencies import BUBBLE, COMMUNICATION, COPY
@@ -78,11 +77,11 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
         DeadlockError: Programs that wait for each other in a cycle.
     """
     clock = run_clock(schedule, costs=costs)
-    ranks = schedule.actions.ranks
+    ranks = schedule.ranks
     columns = zip(
         schedule.programs,
         memory_tracks(schedule, clock=clock, costs=costs),
-        peak_in_flight(schedule),
+        schedule.peak_in_flight,
         strict=True,
     )
     tracks = tuple(
@@ -121,8 +120,8 @@ def step_seconds(timeline: Timeline, *, costs: Costs) -> float:
         timeline: Timeline of the program, planned or measured.
         costs: Planned costs of the step, of which those of messages are used. Copies cost nothing.
     """
-    codes = timeline.schedule.actions.codes[:-1]
+    codes = timeline.schedule.codes[:-1]
     seconds = np.concatenate([track.finish_s - track.start_s for track in timeline.ranks])
-    seconds[(codes >= NUM_COMPUTE) & (codes != REDUCE)] = np.nan
+    seconds[(codes >= NUM_COMPUTE) & (codes != Op.REDUCE)] = np.nan
     free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
     return run_clock(timeline.schedule, costs=free, seconds=seconds).end_s

@@ -1,11 +1,11 @@
-"""Placement of the sends and receives of a program.
+"""Placement of the sends and receives of a program, and of its reductions of gradients.
 
 A SEND comes directly after the action that makes the tensor. The place of the RECV decides whether
 the program can deadlock. If each RECV is placed directly before its consumer (the obvious
 lowering), receives of two neighbours can wait for each other as soon as several messages share a
 queue. If each RECV is placed at the moment of its SEND, in one global order of simulated time, all
 ranks see all messages in the same order, so even a single queue per rank makes progress:
-`checks.validate.check_deadlock_free` proves it.
+`validate.check_deadlock_free` proves it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ from dataclasses import replace
 
 import numpy as np
 
+from sppo.schedule.actions import NUM_COMPUTE, Op
 from sppo.schedule.costs import Costs, abstract_costs
-from sppo.schedule.encoding import (
-    NUM_COMPUTE,
-    RECV_ACT,
-    RECV_GRAD,
-    SEND_ACT,
-    SEND_GRAD,
-    B,
-    EncodedProgram,
-    F,
-)
 from sppo.schedule.graph import Ints
-from sppo.schedule.messages import needed_messages
-from sppo.schedule.schedule import Schedule
+from sppo.schedule.schedule import Schedule, columns_of
 from sppo.schedule.simulation.clock import run_clock
 
-_WIRES = ((F, SEND_ACT, RECV_ACT, 1), (B, SEND_GRAD, RECV_GRAD, -1))
-"""Compute that makes a tensor, SEND and RECV of the tensor, and the step to the stage that needs
-it."""
+
+def with_reductions(schedule: Schedule) -> Schedule:
+    """Return a schedule of compute with a REDUCE for each stage.
+
+    The REDUCE of a stage follows the last B or W of the stage on its rank. The REDUCE of the stage
+    that ends last is at the end of the program, after shards of other ranks' stages: the rank waits
+    there for all reductions in flight.
+    """
+    done = schedule.of(Op.B, Op.W)
+    done = done[schedule.stages[done] % schedule.num_ranks == schedule.ranks[done]]
+    ends = np.zeros(schedule.num_stages, dtype=np.int64)
+    ends[schedule.stages[done]] = done + 1
+    stages = np.flatnonzero(ends)
+    ranks = stages % schedule.num_ranks
+    places = ends[stages]
+    latest = np.zeros(schedule.num_ranks, dtype=np.int64)
+    np.maximum.at(latest, ranks, places)
+    at_end = places == latest[ranks]
+    places[at_end] = np.searchsorted(schedule.ranks[:-1], ranks[at_end], side="right")
+    return schedule.insert((places, columns_of(ranks, Op.REDUCE, stages)))
 
 
 def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
@@ -48,33 +55,23 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
     Raises:
         DeadlockError: Ranks wait for each other.
     """
-    actions = schedule.actions
-    turns = _turns(schedule, costs=costs)
+    turns, ranks, compute = _turns(schedule, costs=costs), schedule.ranks, schedule.compute
     # Actions that are not compute go with the compute action after them.
-    own = np.full(actions.never, (schedule.num_ranks + 1) * (actions.never + 1))
-    at = actions.codes[actions.compute], actions.slots[actions.compute]
-    own[actions.compute] = turns[at] + actions.ranks[actions.compute] * (actions.never + 1)
-    own = np.minimum.accumulate(own[::-1])[::-1] - actions.ranks[:-1] * (actions.never + 1)
-    programs, ranks, when = [*schedule.encoded], [actions.ranks[:-1]], [own]
-    for made, send, receive, step in _WIRES:
-        messages = needed_messages(schedule, code=send)
-        messages = messages.where(turns[made, messages.slots] < actions.never)
-        for code, names, ends in (
-            (send, messages.slots, messages.senders),
-            (receive, messages.slots + step * schedule.num_units, messages.receivers),
-        ):
-            columns = np.full_like(names, code), names, messages.numbers, messages.counts
-            programs.append(EncodedProgram(*(column.astype(np.int32) for column in columns)))
-            ranks.append(ends)
-            when.append(turns[made, messages.slots])
-    joined, of_ranks = EncodedProgram.joined(programs), np.concatenate(ranks)
+    stride = schedule.never + 1
+    own = np.full(schedule.never, (schedule.num_ranks + 1) * stride)
+    own[compute] = turns[schedule.codes[compute], schedule.slots[compute]] + ranks[compute] * stride
+    own = np.minimum.accumulate(own[::-1])[::-1] - ranks[:-1] * stride
+    parts, when = [schedule.columns], [own]
+    for made, send in ((Op.F, Op.SEND_ACT), (Op.B, Op.SEND_GRAD)):
+        sends, receives, _, _ = schedule.messages[send]
+        at = turns[made, sends[2]]
+        parts += [messages[:, at < schedule.never] for messages in (sends, receives)]
+        when += [at[at < schedule.never]] * 2
+    columns = np.hstack(parts)
     # Of one turn, messages come last.
-    ties = joined.shards + actions.never
-    ties[: actions.never] = np.arange(actions.never)
-    order = np.lexsort((ties, np.concatenate(when), of_ranks))
-    ends = np.searchsorted(of_ranks[order], np.arange(schedule.num_ranks), side="right")
-    encoded = (joined.take(own) for own in np.split(order, ends)[:-1])
-    return replace(schedule, encoded=tuple(encoded))
+    ties = columns[3] + schedule.never
+    ties[: schedule.never] = np.arange(schedule.never)
+    return schedule.with_columns(columns[:, np.lexsort((ties, np.concatenate(when), columns[0]))])
 
 
 def _turns(schedule: Schedule, *, costs: Costs | None) -> Ints:
@@ -86,7 +83,6 @@ def _turns(schedule: Schedule, *, costs: Costs | None) -> Ints:
     Returns:
         Turns by opcode and slot; those of absent actions are after all others.
     """
-    actions = schedule.actions
     costs = costs or abstract_costs(
         schedule.num_stages, num_units=schedule.num_units, weight_s=1.0, backward_s=1.0
     )
@@ -94,8 +90,9 @@ def _turns(schedule: Schedule, *, costs: Costs | None) -> Ints:
     longest = max(float(getattr(costs, name).max(initial=0.0)) for name in names)
     least = longest * 1e-6 or 1.0
     costs = replace(costs, **{name: np.maximum(getattr(costs, name), least) for name in names})
-    ends = run_clock(schedule, costs=costs).finishes_s[actions.compute]
-    order = actions.compute[np.argsort(ends, kind="stable")]
-    turns = np.full((NUM_COMPUTE, actions.size), actions.never)
-    np.minimum.at(turns, (actions.codes[order], actions.slots[order]), np.arange(order.size))
+    ends = run_clock(schedule, costs=costs).finishes_s[schedule.compute]
+    order = schedule.compute[np.argsort(ends, kind="stable")]
+    turns = np.full((NUM_COMPUTE, schedule.size), schedule.never)
+    at = schedule.codes[order], schedule.slots[order]
+    np.minimum.at(turns, at, np.arange(order.size))
     return turns

@@ -9,7 +9,7 @@ from sppo.cost.memory.messages_held import MOST_SENDS, MessagesHeld
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.program import equal_costs, step_program
+from sppo.schedule.program import equal_costs, generate, lower
 
 LENGTHS = (13, 8, 24, 5)
 
@@ -44,13 +44,15 @@ class Arrived:
 def program(schedule, ranks, *, virtual=1, sequences=2):
     stages = ranks * virtual
     offloaded = torch.zeros(stages, sequences * len(LENGTHS), dtype=torch.bool).numpy()
-    return step_program(
+    costs = equal_costs(offloaded=offloaded)
+    made = generate(
         schedule,
         num_ranks=ranks,
         num_virtual=virtual,
         lengths=[LENGTHS] * sequences,
-        costs=equal_costs(offloaded=offloaded),
+        costs=costs,
     )
+    return lower(made, costs=costs)
 
 
 def tokens_in(buffers, links, taken):

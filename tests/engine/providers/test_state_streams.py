@@ -13,8 +13,7 @@ from sppo.engine.executor import Executor
 from sppo.engine.providers.streamed_rows import StreamedGradients, StreamedWeights
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
-from sppo.schedule.generate import generate
-from sppo.schedule.program import lower
+from sppo.schedule.program import generate, lower
 from sppo.schedule.simulation.clock import run_clock
 from sppo.schedule.simulation.dependencies import COMMUNICATION
 from tests.engine.models import (

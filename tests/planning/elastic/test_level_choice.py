@@ -19,8 +19,7 @@ from sppo.planning.elastic.levels import LEVELS, level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
-from sppo.schedule.generate import generate
-from sppo.schedule.program import lower
+from sppo.schedule.program import generate, lower
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.elastic.test_step_search import planner
 from tests.planning.elastic.walked_memory import schedule_of, walked_peaks

@@ -17,8 +17,8 @@ from sppo.planning.elastic.levels import (
     fastest_levels,
 )
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
-from sppo.schedule.checks.validate import validate
-from sppo.schedule.generate import generate
+from sppo.schedule.checks import validate
+from sppo.schedule.program import generate
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.elastic.test_levels import on_machine, place_levels, pressed, with_room

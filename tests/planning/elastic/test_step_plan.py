@@ -12,11 +12,10 @@ from sppo.planning.elastic.step_plan import StepPlanner
 from sppo.planning.search.candidates import candidate_of, workload_of
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.schedule.actions import ActionKind
-from sppo.schedule.checks.validate import validate
-from sppo.schedule.generate import generate
-from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.actions import ActionKind, sequences_in_flight
+from sppo.schedule.checks import validate
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.program import generate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 from tests.planning.elastic.samples import lengths_of_samples

@@ -18,7 +18,7 @@ from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.schedule.checks.validate import validate
+from sppo.schedule.checks import validate
 from tests.make import make_run
 
 SMALL = ModelConfig(

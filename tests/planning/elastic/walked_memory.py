@@ -10,8 +10,8 @@ from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generate import generate
-from sppo.schedule.transfers.kv_placement import place_kv
+from sppo.schedule.program import generate
+from sppo.schedule.transfers.copies import place_copies
 
 _COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W)
 
@@ -26,10 +26,10 @@ def schedule_of(candidate):
         forwards_before_backward=candidate.forwards_before_backward,
     )
     stages = range(candidate.num_stages)
-    return place_kv(
+    return place_copies(
         schedule,
-        offloaded=[stage for stage in stages if candidate.kv_of_stages[stage] == "offloaded"],
-        recomputed=[stage for stage in stages if candidate.kv_of_stages[stage] == "recomputed"],
+        kv_offloaded=[stage for stage in stages if candidate.kv_of_stages[stage] == "offloaded"],
+        kv_recomputed=[stage for stage in stages if candidate.kv_of_stages[stage] == "recomputed"],
     )
 
 

@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind, Placement
-from sppo.schedule.checks.validate import validate
+from sppo.schedule.checks import validate
 from sppo.schedule.costs import Link, Links, abstract_costs
-from sppo.schedule.generate import generate
 from sppo.schedule.msp_costs import msp_seconds
 from sppo.schedule.msp_groups import MspGroup, balanced_shards, routes_between
 from sppo.schedule.multiplexing import multiplex as multiplexing
 from sppo.schedule.multiplexing.cut_steps import CutSteps
 from sppo.schedule.multiplexing.multiplex import multiplex, multiplexed_ranks
 from sppo.schedule.orders.names import order_of
-from sppo.schedule.program import lower
+from sppo.schedule.program import generate, lower
 from sppo.schedule.simulation.simulate import simulate
 from tests.schedule.cases import make, play
 from tests.tiers import examples

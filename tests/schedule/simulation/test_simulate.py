@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import Action, ActionKind, Placement
-from sppo.schedule.checks.validate import validate
+from sppo.schedule.checks import validate
 from sppo.schedule.costs import CopyEngines, LayerCopies, Link, Links, abstract_costs, with_offload
 from sppo.schedule.program import lower
 from sppo.schedule.schedule import Schedule

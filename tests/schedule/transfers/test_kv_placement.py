@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.checks.validate import find_violations
+from sppo.schedule.checks import find_violations
 from sppo.schedule.costs import CopyEngines, LayerCopies, abstract_costs
-from sppo.schedule.program import step_program
+from sppo.schedule.program import generate, lower
 from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.transfers.kv_placement import place_kv
+from sppo.schedule.transfers.copies import place_copies
 from tests.schedule.cases import make, peaks
 from tests.tiers import examples
 
@@ -43,9 +43,8 @@ def costs(stages, units, *, leaving, recomputed=(), copy_s=0.5, layers=1, saved_
 
 def program(name="looped_bfs", *, p=1, v=3, n=4, m=1, leaving=(0, 1), **how):
     step = costs(p * v, m * n, leaving=leaving, **how)
-    return step_program(
-        name, num_ranks=p, num_virtual=v, lengths=((16,) * n,) * m, costs=step
-    ), step
+    made = generate(name, num_ranks=p, num_virtual=v, lengths=((16,) * n,) * m, costs=step)
+    return lower(made, costs=step), step
 
 
 def test_keys_come_back_beside_the_backwards_of_the_stage_behind():
@@ -83,7 +82,8 @@ def test_copies_of_keys_fit_every_order(name, p, v, counts, data):
         p * v, sum(counts), leaving=leaving, recomputed=recomputed, saved_s=saved_s, layers=2
     )
     lengths = [(16,) * n for n in counts]
-    schedule = step_program(name, num_ranks=p, num_virtual=v, lengths=lengths, costs=step)
+    made = generate(name, num_ranks=p, num_virtual=v, lengths=lengths, costs=step)
+    schedule = lower(made, costs=step)
     assert not find_violations(schedule)
     copied = [a for q in schedule.programs for a in q if a.wire == "kv"]
     assert len(copied) == 2 * len(leaving) * sum(counts)
@@ -141,7 +141,7 @@ def test_blocks_follow_a_backward_that_waits_for_keys():
 
 
 def test_rules():
-    whole = place_kv(make("looped_bfs", p=1, v=2, n=2, m=1), offloaded=[0])
+    whole = place_copies(make("looped_bfs", p=1, v=2, n=2, m=1), kv_offloaded=[0])
     (actions,) = whole.programs
     texts = [str(a) for a in actions]
 
@@ -154,7 +154,7 @@ def test_rules():
     assert "0H2D_KV0.1 is missing" in str(found)
     (found, *_) = broken(*[i for i in every if i not in (out, back)])
     assert "0D2H_KV0.1 is missing" in str(found)
-    again = place_kv(make("looped_bfs", p=1, v=2, n=2, m=1), recomputed=[0])
+    again = place_copies(make("looped_bfs", p=1, v=2, n=2, m=1), kv_recomputed=[0])
     (ordered,) = again.programs
     swapped = [a for a in ordered if str(a) != "0KV0.0"]
     (found, *_) = find_violations(again.with_programs((tuple(swapped),)))

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import COMPUTE_KINDS, ActionKind
-from sppo.schedule.checks.validate import find_violations
+from sppo.schedule.checks import find_violations
 from sppo.schedule.costs import CopyEngines, abstract_costs
-from sppo.schedule.program import step_program
+from sppo.schedule.program import generate, lower
 from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.simulation.simulate import simulate
 
@@ -30,10 +30,8 @@ def costs(stages, units, *, weights=0.5, gradients=0.5):
 def program(name="looped_bfs", *, p=1, v=3, n=2, m=1, forward_only=False, **sizes):
     step = costs(p * v, m * n, **sizes)
     lengths = ((16,) * n,) * m
-    schedule = step_program(
-        name, num_ranks=p, num_virtual=v, lengths=lengths, costs=step, forward_only=forward_only
-    )
-    return schedule, step
+    made = generate(name, num_ranks=p, num_virtual=v, lengths=lengths, forward_only=forward_only)
+    return lower(made, costs=step), step
 
 
 def text(schedule, rank=0):
@@ -107,10 +105,11 @@ def test_programs_are_valid_and_never_faster_than_without_copies(
     units = sum(counts)
     lengths = [[8] * count for count in counts]
     step = costs(p * v, units, weights=weights, gradients=gradients)
-    streamed = step_program(name, num_ranks=p, num_virtual=v, lengths=lengths, costs=step)
+    made = generate(name, num_ranks=p, num_virtual=v, lengths=lengths)
+    streamed = lower(made, costs=step)
     assert not find_violations(streamed)
     bare = costs(p * v, units, weights=0.0, gradients=0.0)
-    resident = step_program(name, num_ranks=p, num_virtual=v, lengths=lengths, costs=bare)
+    resident = lower(made, costs=bare)
     assert simulate(streamed, costs=step).makespan_s >= simulate(resident, costs=bare).makespan_s
     free = replace(step, copies=CopyEngines())
     assert simulate(streamed, costs=free).makespan_s == pytest.approx(
@@ -138,21 +137,18 @@ def test_every_copy_is_needed():
 
 def test_shards_have_their_weights_on_the_device():
     lengths = ((4096,) * 4,)
-    cut = step_program(
-        "sppo_msp", num_ranks=4, lengths=lengths, costs=costs(4, 4, weights=0.0, gradients=0.0)
-    )
+    cut = generate("sppo_msp", num_ranks=4, lengths=lengths)
     assert any(action.num_shards > 1 for order in cut.programs for action in order)
     with pytest.raises(ValueError, match=r"state\.weights=device"):
-        step_program("sppo_msp", num_ranks=4, lengths=lengths, costs=costs(4, 4))
+        lower(cut, costs=costs(4, 4))
 
 
 def test_state_of_another_tier_passes_queues_of_its_own():
     """Weights wait behind activations on the same way, and on one of their own they do not."""
     _, step = program(n=2, weights=1.0, gradients=0.0)
     slow = replace(step, offload_bytes=np.ones(step.forward_s.shape), copies=CopyEngines(0.5, 0.5))
-    schedule = step_program(
-        "looped_bfs", num_ranks=1, num_virtual=3, lengths=((16, 16),), costs=slow
-    )
+    made = generate("looped_bfs", num_ranks=1, num_virtual=3, lengths=((16, 16),))
+    schedule = lower(made, costs=slow)
 
     def played(**change):
         timeline = simulate(schedule, costs=replace(slow, **change))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from sppo.schedule.actions import Cut
-from sppo.schedule.checks.validate import find_violations, validate
-from sppo.schedule.checks.violations import ScheduleError
-from sppo.schedule.encoding import MalformedActionError
+from sppo.schedule.checks import ScheduleError, find_violations, validate
 from sppo.schedule.program_text import parse_action
-from sppo.schedule.schedule import Schedule
+from sppo.schedule.schedule import MalformedActionError, Schedule
 from sppo.schedule.transfers.communication import place_messages
 from sppo.schedule.transfers.copies import place_copies
 from tests.schedule.cases import make
@@ -139,10 +135,10 @@ def test_orders_that_wait_for_each_other():
 
 
 def test_cuts_must_fit_their_units():
-    wrong = replace(MSP, cuts=(Cut(0, 0, 0, (3, 3)),))
+    wrong = Schedule("s", MSP.placement, MSP.lengths, MSP.columns, (Cut(0, 0, 0, (3, 3)),))
     (violation, *_) = find_violations(wrong)
     assert "must be positive and add up to 16 tokens" in violation.text
-    short = replace(MSP, lengths=((16, 16, 16, 1),))
+    short = Schedule("s", MSP.placement, ((16, 16, 16, 1),), MSP.columns)
     (violation, *_) = find_violations(short)
     assert "cut into [1, 0]" in violation.text
 

@@ -1,1 +1,0 @@
-"""Checks of schedules: completeness, order, messages, and freedom from deadlock."""
