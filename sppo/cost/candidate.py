@@ -19,7 +19,7 @@ from sppo.cost.packed_sequence import (
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.description import Tier
-from sppo.schedule.costs import Costs
+from sppo.schedule.costs import Costs, Table
 from sppo.schedule.orders.names import LOOPED, order_of
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.program import generate, lower, with_copies
@@ -157,6 +157,11 @@ class Candidate:
         return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
 
     @property
+    def layer_counts(self) -> Table:
+        """Number of layers of each stage, [stages]."""
+        return np.array([len(stage) for stage in self.stages], dtype=np.float64)
+
+    @property
     def neighbours(self) -> Counts:
         """Number of neighbouring stages on other ranks that each stage exchanges with, [stages]."""
         counts = np.zeros(self.num_stages, dtype=np.int64)
@@ -178,6 +183,10 @@ class Candidate:
     def stages_of_rank(self, rank: int) -> range:
         """Return the stages of a pipeline rank, in the order of their layers."""
         return range(rank, self.num_stages, self.pipeline_parallel_degree)
+
+    def by_rank(self, of_stages: Table) -> Table:
+        """Return a view of values of stages, [stages, ...], as [virtual stages, ranks, ...]."""
+        return of_stages.reshape(-1, self.pipeline_parallel_degree, *of_stages.shape[1:])
 
     @property
     def kv_of_stages(self) -> tuple[KVPlacement, ...]:
@@ -219,6 +228,17 @@ class Candidate:
     def is_last_stage(self, stage: int) -> bool:
         """Return whether a stage holds the head and the loss."""
         return stage == self.num_stages - 1
+
+
+def of_ranks(candidate: Candidate, of_stages: Table) -> Table:
+    """Return the sum of values over the stages of each pipeline rank, [ranks, ...].
+
+    Args:
+        candidate: Candidate that the stages belong to.
+        of_stages: Value of each stage, [stages, ...].
+    """
+    sums: Table = candidate.by_rank(of_stages).sum(axis=0)
+    return sums
 
 
 @cache

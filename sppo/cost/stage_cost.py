@@ -24,25 +24,23 @@ from sppo.activations.activation_layout import (
 from sppo.activations.placement import ActivationPlacement, Counts, kinds_of_rows, saved_bytes
 from sppo.activations.tensor_classes import (
     ATTENTION,
-    CLASSES,
     LINEAR,
     X_IN,
     class_bytes_per_token,
     tensor_bytes_per_token,
 )
-from sppo.cost.candidate import Candidate
-from sppo.cost.deferred_weights import deferral_seconds, weight_operand_bytes
+from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.flops import executed_step_flops, partition_costs, recomputed_linear_flops
-from sppo.cost.kv import kv_bytes_per_token, kv_offload_bytes, kv_recompute_seconds
+from sppo.cost.kv import kv_offload_bytes, kv_recompute_seconds, kv_tokens
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
     PART_NAMES,
     PASS_NAMES,
+    Parts,
     Workload,
     head_parts,
-    head_seconds,
     layer_parts,
-    layer_seconds,
+    summed,
     update_seconds,
 )
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
@@ -60,7 +58,6 @@ from sppo.cost.sharding.weight_parts import (
     parameters_by_copies,
     updated_parameters,
 )
-from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
@@ -110,7 +107,7 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     """
     passes = _sequence_seconds(candidate)
     if candidate.schedule in DEFERRING_WEIGHTS:
-        passes["weight"] = passes["weight"] + deferral_seconds(candidate)
+        passes["weight"] = passes["weight"] + _deferral_seconds(candidate)
     passes = {name: _of_units(table, candidate.sequences) for name, table in passes.items()}
     if candidate.zero >= 2:
         passes |= with_collectives(candidate, passes)
@@ -119,11 +116,41 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     )
 
 
-def _last_reduction_wait_seconds(candidate: Candidate) -> Table:
-    """Return the seconds a rank waits for reductions before its gradients leave, [stages]."""
-    if candidate.zero >= 2 and candidate.state.streams_gradients:
-        return last_reduction_seconds(candidate)
-    return np.zeros(len(candidate.stages))
+def weight_operand_bytes(candidate: Candidate) -> Table:
+    """Return the bytes of the operands of all weight-gradient products, [stages, subsequences].
+
+    A deferred weight half keeps its operands from its backward on, recomputed ones included: the
+    gradients of all outputs, and the inputs, once for products that share an input.
+    """
+    workload = candidate.workload
+    model = workload.model
+    queries, keys = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden = model.hidden_size
+    inputs = 2 * hidden + queries + model.mlp_size
+    outputs = queries + 2 * keys + 2 * hidden + model.mlp_size * (2 if model.gated else 1)
+    tokens = np.array(candidate.lengths) / workload.sequence_parallel_degree
+    row_bytes = (inputs + outputs) * workload.element_bytes
+    result: Table = candidate.layer_counts[:, None] * tokens * row_bytes
+    return result
+
+
+def _deferral_seconds(candidate: Candidate) -> Table:
+    """Return the seconds that deferring weight gradients adds on a CPU, [stages, subsequences].
+
+    Products at once read operands that are still in caches. Operands of deferred products are
+    written to memory and read back, saved ones copied out of the stack, which is priced as one copy
+    of all of them. A GPU reads them from its memory either way.
+    """
+    workload = candidate.workload
+    operand_bytes = weight_operand_bytes(candidate)
+    if workload.hardware.device.kind != "cpu":
+        return np.zeros_like(operand_bytes)
+    tokens = np.array(candidate.lengths) / workload.sequence_parallel_degree
+    rate = workload.hardware.device.elementwise_bytes_per_s(
+        "save", workload.dtype, elements=tokens * workload.model.hidden_size
+    )
+    seconds: Table = 2 * operand_bytes / rate  # a copy reads and writes
+    return seconds
 
 
 def _update_seconds(candidate: Candidate) -> Table:
@@ -164,25 +191,24 @@ def streamed_bytes(candidate: Candidate) -> tuple[Table, Table]:
 
 
 def stage_costs(
-    candidate: Candidate, *, seconds: StageSeconds, placement: ActivationPlacement | None = None
+    candidate: Candidate, *, seconds: StageSeconds, placement: ActivationPlacement
 ) -> Costs:
     """Return the costs of every action of a schedule for `candidate`.
 
     Args:
         candidate: Candidate to price.
         seconds: Seconds of the candidate's stages and units.
-        placement: Placement by the activation policy, [stages, subsequences] of each sequence; None
-            retains everything. Recomputation runs inside B and counts in B.
+        placement: Placement by the activation policy, [stages, subsequences] of each sequence.
+            Recomputation runs inside B and counts in B.
     """
-    placed = placement or _everything_retained(candidate)
     beside = _costs_beside_activations(candidate)
     retained, offloaded = (
-        _of_units(placed_bytes(placed, name, candidate=candidate), candidate.sequences)
+        _of_units(placed_bytes(placement, name, candidate=candidate), candidate.sequences)
         for name in ("retained", "offloaded")
     )
     copied = offloaded + beside.kv_offload_bytes
     disturbed_s = copied * candidate.workload.hardware.node.copy_compute_s_per_byte
-    recomputed_s = _recompute_seconds(candidate, placed, seconds=seconds)
+    recomputed_s = _recompute_seconds(candidate, placement, seconds=seconds)
     return replace(
         beside,
         forward_s=seconds.forward + disturbed_s + beside.forward_s,
@@ -202,35 +228,37 @@ def _costs_beside_activations(candidate: Candidate) -> Costs:
     the bytes of activations are 0.
     """
     workload, carried_s = candidate.workload, message_seconds(candidate)
-    nothing, lengths = np.zeros_like(carried_s), np.array(candidate.lengths * candidate.sequences)
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
+    nothing, stages = np.zeros_like(carried_s), candidate.num_stages
+    tier, waits = candidate.state.tier, candidate.zero >= 2 and candidate.state.streams_gradients
     # Only layers are lent (MSP), and each device of a sequence-parallel group sends its part.
-    lent = layers[:, 0] * layer_parameters(workload.model) / workload.sequence_parallel_degree
+    lent = layer_parameters(workload.model) / workload.sequence_parallel_degree
+    lent_parameters = candidate.layer_counts * lent
     slope_linear, slope_quadratic = partition_costs(workload.model)
-    kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
+    lengths = np.array(candidate.lengths * candidate.sequences)
+    kv_bytes, kv_gradient_bytes = (own[:, None] * lengths for own in kv_tokens(candidate))
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
     return Costs(
         forward_s=carried_s,
         backward_s=carried_s,
         weight_s=nothing,
-        reduce_s=np.zeros(len(layers)),
-        last_reduction_wait_s=_last_reduction_wait_seconds(candidate),
+        reduce_s=np.zeros(stages),
+        last_reduction_wait_s=last_reduction_seconds(candidate) if waits else np.zeros(stages),
         message_bytes=message_bytes(candidate),
         activation_bytes=nothing,
         offload_bytes=nothing,
         kv_offload_bytes=_of_units(kv_offload_bytes(candidate), candidate.sequences),
         kv_recompute_s=_of_units(kv_recompute_seconds(candidate), candidate.sequences),
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
-        kv_bytes=layers * lengths * kv_bytes,
-        kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
-        weight_bytes=lent * workload.element_bytes,
-        weight_gradient_bytes=lent * ACCUMULATION_BYTES,
+        kv_bytes=kv_bytes,
+        kv_gradient_bytes=kv_gradient_bytes,
+        weight_bytes=lent_parameters * workload.element_bytes,
+        weight_gradient_bytes=lent_parameters * ACCUMULATION_BYTES,
         streamed_weight_bytes=streamed_weights,
         streamed_gradient_bytes=streamed_gradients,
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
         links=pipeline_links(candidate),
-        copies=copy_engines(candidate),
-        state_copies=state_copy_engines(candidate),
+        copies=_engines(candidate, candidate.tier),
+        state_copies=None if tier in ("device", candidate.tier) else _engines(candidate, tier),
         layer_copies=tuple(_layer_copies(candidate, stage) for stage in candidate.stages),
         unit_collectives_s=unit_collective_seconds(candidate)
         if candidate.zero == 2 and candidate.schedule == "sppo_msp"
@@ -243,19 +271,24 @@ def _recompute_seconds(
 ) -> Table:
     """Return the seconds of recomputation in backward, [stages, units].
 
+    A layer whose input is not saved repeats the down projection of the layer below: these FLOPs
+    count as a share of those of the linear class.
+
     Args:
         candidate: Candidate that the units belong to.
         placement: Placement of the candidate's activations.
         seconds: Seconds of the candidate's units.
     """
+    model, layers = candidate.workload.model, candidate.layer_counts
+    unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
+    down = 2 * model.hidden_size * model.mlp_size / recomputed_linear_flops(model)
     share = placement.recomputed / np.array(candidate.lengths)[None, :, None]
-    linear = share[:, :, LINEAR] + _input_recompute_fraction(candidate)
-    of_linear, of_attention = (
-        _of_units(table, candidate.sequences) for table in (linear, share[:, :, ATTENTION])
+    linear, attention = (
+        _of_units(table, candidate.sequences)
+        for table in (share[:, :, LINEAR] + unsaved[:, None] * down, share[:, :, ATTENTION])
     )
-    linear_s: Table = seconds.linear_recompute * of_linear
-    attention_s: Table = seconds.attention_recompute * of_attention
-    return linear_s + attention_s
+    result: Table = seconds.linear_recompute * linear + seconds.attention_recompute * attention
+    return result
 
 
 def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
@@ -267,26 +300,13 @@ def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
     return LayerCopies(len(layers), leaving, PREFETCH_LAYERS)
 
 
-def _input_recompute_fraction(candidate: Candidate) -> Table:
-    """Return the FLOPs of recomputing unsaved inputs over those of the linear class, [stages, 1].
-
-    A layer that recomputes its input repeats the down projection of the layer below.
-    """
-    model = candidate.workload.model
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
-    unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
-    down = 2 * model.hidden_size * model.mlp_size
-    ratio: Table = unsaved * down / recomputed_linear_flops(model)
-    return ratio
-
-
 def row_bytes_of(candidate: Candidate) -> Table:
     """Return the bytes of a row of each tensor class in all layers of a stage, [stages, 3].
 
     Bytes are those of one device of the sequence-parallel group.
     """
     workload = candidate.workload
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    layers = candidate.layer_counts
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     result: Table = layers[:, None] * classes
     result[:, X_IN] = np.ceil(layers / candidate.input_every) * classes[X_IN]
@@ -296,7 +316,7 @@ def row_bytes_of(candidate: Candidate) -> Table:
 def shared_input_bytes_of(candidate: Candidate) -> Table:
     """Return the bytes of a row's layer inputs that `input_every` leaves unsaved, [stages]."""
     workload = candidate.workload
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    layers = candidate.layer_counts
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     sharing: Table = layers - np.ceil(layers / candidate.input_every)
     return sharing * float(classes[X_IN]) / workload.sequence_parallel_degree
@@ -329,7 +349,7 @@ def placed_bytes(
 
 def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
     """Return the FLOPs that a step of one replica executes, including recomputation."""
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    layers = candidate.layer_counts
     rows = np.tensordot(layers / layers.sum(), placement.recomputed, axes=1)
     shares = rows / np.array(candidate.lengths)[:, None]
     return candidate.sequences * executed_step_flops(
@@ -378,17 +398,6 @@ def tier_bytes_per_s(candidate: Candidate, tier: Tier) -> tuple[float, float]:
     return min(write, host[0]), min(read, host[1])
 
 
-def copy_engines(candidate: Candidate) -> CopyEngines:
-    """Return the copy engines of activations, K and V, as the simulator uses them."""
-    return _engines(candidate, candidate.tier)
-
-
-def state_copy_engines(candidate: Candidate) -> CopyEngines | None:
-    """Return the copy engines of weights and gradients; None if they share those of activations."""
-    tier = candidate.state.tier
-    return None if tier in ("device", candidate.tier) else _engines(candidate, tier)
-
-
 def _engines(candidate: Candidate, tier: Tier) -> CopyEngines:
     """Return the copy engines to and from a tier; infinitely fast if the machine lacks the tier."""
     out, back = tier_bytes_per_s(candidate, tier)
@@ -433,16 +442,6 @@ def pipeline_links(candidate: Candidate) -> Links:
     return Links(outside, between, _MOST_RANGES.get(hardware.device.kind, inf))
 
 
-def _everything_retained(candidate: Candidate) -> ActivationPlacement:
-    """Return the placement that retains all rows, on every stage."""
-    stages, count = len(candidate.stages), len(candidate.lengths)
-    tokens = np.array(candidate.lengths)[None, :, None]
-    retained, nothing = (
-        np.broadcast_to(rows, (stages, count, len(CLASSES))) for rows in (tokens, tokens * 0)
-    )
-    return ActivationPlacement(retained, nothing, nothing)
-
-
 def _of_units(table: _Values, sequences: int) -> _Values:
     """Repeat a table [stages, subsequences, ...] for `sequences` sequences that are cut alike."""
     return np.concatenate([table] * sequences, axis=1) if sequences > 1 else table
@@ -450,34 +449,37 @@ def _of_units(table: _Values, sequences: int) -> _Values:
 
 def _sequence_seconds(candidate: Candidate) -> dict[str, Table]:
     """Return the seconds of one sequence, or of all packed sequences, [stages, subsequences]."""
-    workload, stages, lengths = candidate.workload, candidate.stages, candidate.lengths
-    by_window, head = _layers_and_head_seconds(workload, lengths, candidate.packed)
-    layers_by_window = [Counter(map(workload.model.window_of, layers)) for layers in stages]
-    windows = [*by_window]
-    counts = np.array([[own[window] for window in windows] for own in layers_by_window])
+    by_window, head = _layer_and_head_parts(candidate.workload, candidate.lengths, candidate.packed)
+    layers = [_layers_by_window(candidate, stage) for stage in candidate.stages]
+    counts = np.array([[own[window] for window in by_window] for own in layers])
     tables = {
-        name: counts @ np.stack([by_window[window][name] for window in windows])
+        name: counts @ np.stack([summed(passes[name]) for passes in by_window.values()])
         for name in PASS_NAMES
     }
-    tables["forward"][-1] += head
+    tables["forward"][-1] += summed(head)
     return tables
 
 
+def _layers_by_window(candidate: Candidate, layers: range) -> Counter[int | None]:
+    """Return the number of layers of a stage by sliding window."""
+    return Counter(map(candidate.workload.model.window_of, layers))
+
+
 @lru_cache(maxsize=128)
-def _layers_and_head_seconds(
+def _layer_and_head_parts(
     workload: Workload, lengths: tuple[int, ...], packed: tuple[PackedSequence, ...]
-) -> tuple[Mapping[int | None, Mapping[str, Table]], Table]:
-    """Return the seconds of a layer of each window, and of the head, [subsequences].
+) -> tuple[Mapping[int | None, Mapping[str, Parts]], Parts]:
+    """Return the seconds of a layer of each window by pass and part, and of the head by part.
 
     Cached because the result does not depend on the number of stages; must not be modified.
     """
     model = workload.model
     parts = parts_of_packed(packed) if packed else parts_of_sequence(lengths)
     by_window = {
-        window: layer_seconds(workload, parts, window=window)
+        window: layer_parts(workload, parts, window=window)
         for window in {model.window_of(layer) for layer in range(model.num_layers)}
     }
-    return by_window, head_seconds(workload, tokens=parts.tokens)
+    return by_window, head_parts(workload, tokens=parts.tokens)
 
 
 def stage_parts(candidate: Candidate) -> tuple[Mapping[str, float], ...]:
@@ -487,12 +489,12 @@ def stage_parts(candidate: Candidate) -> tuple[Mapping[str, float], ...]:
         For each stage, the sums over one sequence or all packed sequences of each of
         :data:`sppo.cost.layer.PART_NAMES`.
     """
-    workload, model = candidate.workload, candidate.workload.model
-    spans, found = candidate.sample_parts, []
+    by_window, head = _layer_and_head_parts(candidate.workload, candidate.lengths, candidate.packed)
+    found = []
     for stage, layers in enumerate(candidate.stages):
-        passes = [(1, head_parts(workload, tokens=spans.tokens))] * candidate.is_last_stage(stage)
-        for window, count in Counter(map(model.window_of, layers)).items():
-            of_layer = layer_parts(workload, spans, window=window)
+        passes = [(1, head)] * candidate.is_last_stage(stage)
+        for window, count in _layers_by_window(candidate, layers).items():
+            of_layer = by_window[window]
             passes += [(count, of_layer[name]) for name in ("forward", "backward", "weight")]
         totals = dict.fromkeys(PART_NAMES, 0.0)
         for count, parts in passes:

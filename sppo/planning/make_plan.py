@@ -8,11 +8,11 @@ import numpy as np
 
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import of_ranks
 from sppo.cost.flops import step_flops
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.plan import PLAN_VERSION, ExecutionPlan, Prediction, StagePlan, boundaries_of
 from sppo.planning.planned_keys import planned_part
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate

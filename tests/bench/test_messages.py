@@ -14,7 +14,7 @@ from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import message_bytes, message_seconds, stage_costs, stage_seconds
+from sppo.cost.stage_cost import message_bytes, message_seconds
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import step_parts
 from sppo.planning.search.bounds import least_seconds
@@ -23,6 +23,7 @@ from tests.bench.failing_process import fail
 from tests.bench.test_hardware_description import NOTHING
 from tests.bench.test_timing import Watcher
 from tests.conftest import refuse, succeed
+from tests.planning.cases import price
 
 FOUND = MessageMeasurements(2e9, 1e-4, 3e-9, 0.1)
 LAPTOP = PRESETS["laptop-cpu"]
@@ -90,7 +91,7 @@ def test_each_end_of_a_message_takes_compute():
     priced = candidate(1e-6)
     expected = 1e-6 * np.outer([1, 2, 1], message_bytes(priced))
     np.testing.assert_allclose(message_seconds(priced), expected)
-    free, costs = (stage_costs(one, seconds=stage_seconds(one)) for one in (candidate(0.0), priced))
+    free, costs = map(price, (candidate(0.0), priced))
     np.testing.assert_allclose(costs.forward_s - free.forward_s, expected)
     np.testing.assert_allclose(costs.backward_s - free.backward_s, expected)
 

@@ -7,9 +7,8 @@ import pytest
 
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stage_cost import stage_seconds, weight_operand_bytes
 from sppo.hardware.presets import PRESETS
 
 MODEL = ModelConfig(

@@ -10,7 +10,7 @@ import pytest
 
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.config import load_run
-from sppo.cost.candidate import Candidate, layers_of_stages
+from sppo.cost.candidate import Candidate, layers_of_stages, of_ranks
 from sppo.cost.flops import (
     BACKWARD_RATIO,
     FLASH_BACKWARD_RATIO,
@@ -26,7 +26,6 @@ from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.weight_parts import device_parameters
 from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
-from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.run_plan import executed_candidate

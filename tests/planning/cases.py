@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import stage_costs, stage_seconds
@@ -76,7 +79,11 @@ def machine(hardware: HardwareSpec = A100, *, nodes: int | None = None, **change
 
 
 def price(candidate: Candidate, *, placement=None) -> Costs:
-    """What each action costs."""
+    """What each action costs, with a placement or with everything retained."""
+    if placement is None:
+        tokens = np.array(candidate.lengths)[None, :, None]
+        retained = np.broadcast_to(tokens, (candidate.num_stages, len(candidate.lengths), 3))
+        placement = ActivationPlacement(retained, retained * 0, retained * 0)
     return stage_costs(candidate, seconds=stage_seconds(candidate), placement=placement)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.cost.stage_cost import copy_bytes_per_s, state_copy_engines
+from sppo.cost.stage_cost import copy_bytes_per_s
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
 from sppo.planning.make_plan import make_plan
@@ -20,7 +20,7 @@ from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
-from tests.planning.cases import candidate_of_subsequences, machine, run_config
+from tests.planning.cases import candidate_of_subsequences, machine, price, run_config
 from tests.tiers import exhaustive
 
 H100 = PRESETS["h100"]
@@ -149,13 +149,13 @@ def test_the_slower_of_the_disk_and_the_way_to_the_host_counts():
         node.d2h_bytes_per_s,
         node.h2d_bytes_per_s,
     )
-    engines = state_copy_engines(candidate())
+    engines = price(candidate()).state_copies
     assert (engines.d2h_bytes_per_s, engines.h2d_bytes_per_s) == (
         node.d2h_bytes_per_s,
         node.h2d_bytes_per_s,
     )
-    assert state_copy_engines(candidate(tier="host")) is None
-    assert state_copy_engines(candidate(state="device")) is None
+    assert price(candidate(tier="host")).state_copies is None
+    assert price(candidate(state="device")).state_copies is None
 
 
 def test_the_devices_of_a_node_share_its_host_memory():

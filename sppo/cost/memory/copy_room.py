@@ -18,8 +18,7 @@ from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT, BlockLa
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.policy_inputs import CopySlots
 from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
-from sppo.cost.candidate import Candidate
-from sppo.cost.deferred_weights import weight_operand_bytes
+from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
 from sppo.cost.memory.stage_memory import StageMemory
@@ -27,8 +26,7 @@ from sppo.cost.memory.state_memory import collective_bytes, of_each_rank
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
-from sppo.cost.stage_cost import kinds_of_stages, placed_bytes
-from sppo.cost.values_of_ranks import most_of_ranks, of_ranks
+from sppo.cost.stage_cost import kinds_of_stages, placed_bytes, weight_operand_bytes
 from sppo.schedule.costs import Table
 
 
@@ -87,7 +85,7 @@ def copy_slots(candidate: Candidate) -> tuple[CopySlots, ...]:
         layers: _copy_slots(candidate, block_layout(candidate, stage=stage))
         for layers, stage in layouts.items()
     }
-    most_layers = most_of_ranks(candidate, np.array([len(stage) for stage in candidate.stages]))
+    most_layers = candidate.by_rank(candidate.layer_counts).max(axis=0)
     return tuple(slots[layers] for layers in most_layers.tolist())
 
 
@@ -142,7 +140,7 @@ def with_placement(
     firsts, kinds = kinds_of_stages(candidate, placement)
     rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
     *of_slots, tier = np.array(rooms, dtype=np.int64)[kinds].T
-    slots, staging, blocks, joined = (most_of_ranks(candidate, table) for table in of_slots)
+    slots, staging, blocks, joined = (candidate.by_rank(table).max(axis=0) for table in of_slots)
     blocks = np.maximum(blocks, largest_kv_block(candidate))
     leaving = _sources_waiting(candidate) * (blocks + largest_kv_block(candidate))
     buckets = {

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.activations.placement import Counts
-from sppo.cost.candidate import Candidate
+from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.communicators import communicators_bytes
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
@@ -23,12 +23,12 @@ from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.weight_parts import (
     device_parameters,
+    most_held_of_ranks,
     outer_by_copies,
     rank_parts,
     same_weights_degree,
     updated_parameters,
 )
-from sppo.cost.values_of_ranks import most_held_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 

@@ -18,6 +18,7 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import layer_parameters, layer_shapes, outer_parameters
+from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import Table
 
 KEYS = ("k", "v")
@@ -164,6 +165,28 @@ def _parameters_of_stages(
         for copies, held in outer_by_copies(workload, outer).items():
             found.setdefault(copies, np.zeros(len(layers)))[stage] += held
     return found
+
+
+def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: bool) -> Table:
+    """Return the largest sum of values over stages that are on a rank's device at once, [ranks].
+
+    `RESIDENT_STAGES` stages are on the device at once: see
+    :mod:`sppo.schedule.transfers.state_streaming`.
+
+    Args:
+        candidate: Candidate that the stages belong to.
+        of_stages: Value of each stage, [stages].
+        consecutive: Whether the stages on the device are consecutive ones of the rank; otherwise
+            they may be any.
+    """
+    by_rank = candidate.by_rank(of_stages)
+    count = min(RESIDENT_STAGES, len(by_rank))
+    if not consecutive:
+        largest: Table = np.sort(by_rank, axis=0)[-count:].sum(axis=0)
+        return largest
+    windows = [by_rank[first : len(by_rank) - count + first + 1] for first in range(count)]
+    most: Table = np.sum(windows, axis=0).max(axis=0)
+    return most
 
 
 def _total(elements: ElementsByCopies) -> float:

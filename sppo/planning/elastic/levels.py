@@ -27,8 +27,7 @@ from sppo.activations.placement import ROW_ALIGNMENT, ActivationPlacement, Count
 from sppo.activations.policy import decide
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
-from sppo.cost.candidate import Candidate
-from sppo.cost.deferred_weights import weight_operand_bytes
+from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.walk import Walk, kv_held, walk_of
@@ -38,8 +37,8 @@ from sppo.cost.stage_cost import (
     placed_bytes,
     stage_costs,
     stage_seconds,
+    weight_operand_bytes,
 )
-from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.search.bounds import memory_without_activations
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_tokens
+from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.schedule.actions import Op
 from sppo.schedule.costs import Table
 from sppo.schedule.graph import Ints

@@ -7,11 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from sppo.cost.candidate import Candidate
+from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.stage_cost import stage_seconds
-from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.search.candidate_checks import kv_choices
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS

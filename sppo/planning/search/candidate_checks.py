@@ -8,11 +8,10 @@ import numpy as np
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import X_IN
-from sppo.cost.candidate import Candidate
+from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_tier_bytes
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.stage_cost import copy_bytes_per_s, row_bytes_of
-from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.search.policy_inputs import tier_room_bytes
 from sppo.schedule.transfers.copies import KVPlacement
 

@@ -7,14 +7,13 @@ import numpy.typing as npt
 
 from sppo.activations.placement import Counts
 from sppo.activations.policy_inputs import PolicyInputs
-from sppo.cost.candidate import Candidate
+from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes
 from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.cost.memory.walk import walk_of
 from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, row_bytes_of, shared_input_bytes_of
-from sppo.cost.values_of_ranks import of_ranks
 from sppo.schedule.costs import Table
 
 

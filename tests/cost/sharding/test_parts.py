@@ -12,13 +12,13 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_compute_seconds, kv_recompute_seconds
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import layer_shapes, outer_shapes
-from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.row_messages import RowMessage
 from sppo.planning.run_plan import evaluate_degrees, plan_run
 from tests.make import make_run
-from tests.planning.cases import run_config
+from tests.planning.cases import price, run_config
 from tests.random_training.emulated_ranks import run_emulated
 from tests.training.test_one_program import execute
 
@@ -265,9 +265,9 @@ def test_collectives_of_a_unit_are_all_that_takes_time_on_slow_links():
         schedule="sppo_msp",
         zero=2,
     )
-    costs = stage_costs(candidate, seconds=stage_seconds(candidate))
+    costs = price(candidate)
     for stage, (_, backward_s) in enumerate(costs.unit_collectives_s):
         found = costs.backward_s[stage] + costs.weight_s[stage]
         assert found == pytest.approx(np.full(2, backward_s), rel=1e-3)
     whole = replace(candidate, schedule="sppo")
-    assert stage_costs(whole, seconds=stage_seconds(whole)).unit_collectives_s == ()
+    assert price(whole).unit_collectives_s == ()

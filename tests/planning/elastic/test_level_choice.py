@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.planning.elastic.levels import LEVELS, level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.schedule.actions import ActionKind

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.walk import kv_held, walk_of
 from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.planning.elastic.levels import (
     LEVELS,
     OFFLOADING_LEVELS,
