@@ -34,7 +34,7 @@ from sppo.schedule.actions import RESIDENT_STAGES, Op
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.graph import Edges, Flags, Ints, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule, columns_of
-from sppo.schedule.simulation.clock import DeadlockError, run_clock
+from sppo.schedule.simulation.simulate import DeadlockError, simulate
 
 _SHOWN = 5
 _SHOWN_OF_RULE = 8
@@ -97,7 +97,7 @@ def find_violations(schedule: Schedule) -> list[Violation]:
         return violations
     costs = abstract_costs(schedule.num_stages, num_units=schedule.num_units)
     try:
-        run_clock(schedule, costs=costs)
+        simulate(schedule, costs=costs)
     except DeadlockError as error:
         return [Violation("no deadlock", str(error), error.rank, error.index)]
     return []

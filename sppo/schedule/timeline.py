@@ -1,26 +1,33 @@
 """Timeline: start and end of every action, in a simulation or in a measured run.
 
-Times are seconds from the start of the step on one clock. All data is per rank, so that a planned
-and a measured timeline of the same schedule can be compared.
+Times are seconds from the start of the step on one clock. A planned and a measured timeline of the
+same schedule can be compared, rank by rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind
+from sppo.schedule.costs import Costs, Table
+from sppo.schedule.graph import Floats
+from sppo.schedule.memory_track import MemoryTrack, memory_tracks
 from sppo.schedule.schedule import Schedule
 
 Lane = Literal["compute", "d2h", "h2d", "link", "reduce"]
 IdleCause = Literal["bubble", "communication", "copy"]
 Provenance = Literal["simulated", "measured"]
-Floats = npt.NDArray[np.float64]
 
+CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
+"""Causes of a rank's waits: no work is left or an input is not computed; it is not sent, or
+gradients are being reduced; it has arrived, but what the step offloaded is not back."""
+BUBBLE, COMMUNICATION, COPY = range(3)
+"""Places of the causes in `CAUSES`."""
 _LANES: dict[ActionKind, Lane] = {
     **dict.fromkeys(COMPUTE_KINDS, "compute"),
     ActionKind.D2H: "d2h",
@@ -43,29 +50,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Interval in which a rank's compute waited, and the cause.
-
-    "bubble": the input was not computed yet, or no work was left; "communication": the input was
-    computed and in flight, or gradients were being reduced; "copy": the input had arrived, but the
-    activations were not back from the host (exposed copy time).
-    """
+    """Interval in which a rank's compute waited, and the cause."""
 
     start_s: float
     finish_s: float
     cause: IdleCause
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MemoryTrack:
-    """Bytes of one bucket on one rank: `values_bytes[i]` from `times_s[i]` to `times_s[i + 1]`."""
-
-    times_s: Floats
-    values_bytes: Floats
-
-    @property
-    def peak_bytes(self) -> float:
-        """Peak of the bucket over the step."""
-        return float(self.values_bytes.max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,21 +82,39 @@ class RankTrack:
         return sum(i.finish_s - i.start_s for i in self.idle if cause in (None, i.cause))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """Schedule of a step with the times of its actions.
 
     Attributes:
         schedule: Schedule that was run.
         provenance: "simulated" or "measured".
-        makespan_s: Seconds from 0 to the end of the last action of any rank.
-        ranks: Actions, times and memory of each rank.
+        starts_s: Start of each action of the schedule; 0 for the action that never happens.
+        finishes_s: End of each action; of a SEND, the arrival of its message.
+        waits: Waits of the ranks for their compute, between it, and behind it to the step's end,
+            rank after rank in order: rank, begin, end and cause of each, [4, waits].
+        costs: Costs of the actions, which give the memory; None if it is not known.
     """
 
     schedule: Schedule
     provenance: Provenance
-    makespan_s: float
-    ranks: tuple[RankTrack, ...]
+    starts_s: Floats
+    finishes_s: Floats
+    waits: Floats
+    costs: Costs | None = None
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from 0 to the end of the last action of any rank."""
+        return float(self.finishes_s.max(initial=0.0))
+
+    @cached_property
+    def idle_s(self) -> Table:
+        """Seconds that each rank's compute waits, by cause, [ranks, causes]."""
+        found = np.zeros((self.schedule.num_ranks, len(CAUSES)))
+        ranks, begins_s, ends_s, causes = self.waits
+        np.add.at(found, (ranks.astype(int), causes.astype(int)), ends_s - begins_s)
+        return found
 
     @property
     def bubble_fraction(self) -> float:
@@ -116,15 +123,38 @@ class Timeline:
         All idle time counts, whatever its cause. Research on schedules calls this number "share";
         the papers' *bubble ratio* (p - 1) / N is idle over busy time instead.
         """
-        total = len(self.ranks) * self.makespan_s
-        return sum(track.idle_s() for track in self.ranks) / total if total else 0.0
+        total = len(self.idle_s) * self.makespan_s
+        return float(self.idle_s.sum()) / total if total else 0.0
 
     @property
     def bubble_ratio(self) -> float:
         """Idle time over busy time of all ranks: (p - 1) / N for N equal units on p stages."""
-        idle = sum(track.idle_s() for track in self.ranks)
-        busy = len(self.ranks) * self.makespan_s - idle
+        idle = float(self.idle_s.sum())
+        busy = len(self.idle_s) * self.makespan_s - idle
         return idle / busy if busy else 0.0
+
+    @cached_property
+    def ranks(self) -> tuple[RankTrack, ...]:
+        """Actions, times and memory of each rank."""
+        schedule, split = self.schedule, self.schedule.split_by_rank
+        memory: Sequence[Mapping[str, MemoryTrack]] = [{}] * schedule.num_ranks
+        if self.costs is not None:
+            memory = memory_tracks(
+                schedule, starts_s=self.starts_s, finishes_s=self.finishes_s, costs=self.costs
+            )
+        idle: list[list[Idle]] = [[] for _ in range(schedule.num_ranks)]
+        for rank, begin, end, cause in self.waits.T.tolist():
+            idle[int(rank)].append(Idle(begin, end, CAUSES[int(cause)]))
+        columns = zip(
+            schedule.programs,
+            split(self.starts_s[:-1]),
+            split(self.finishes_s[:-1]),
+            map(tuple, idle),
+            memory,
+            schedule.peak_in_flight,
+            strict=True,
+        )
+        return tuple(RankTrack(*own) for own in columns)
 
     def spans(self, rank: int) -> Iterator[Span]:
         """Yield the spans of one rank in program order, without RECV, which takes no time."""
@@ -137,39 +167,22 @@ class Timeline:
 
 
 def measured_timeline(
-    schedule: Schedule,
-    *,
-    times_s: Sequence[Sequence[tuple[float, float]]],
-    waits: Sequence[Sequence[Idle]] | None = None,
+    schedule: Schedule, *, times_s: Sequence[Sequence[tuple[float, float]]]
 ) -> Timeline:
-    """Return a timeline of measured times.
+    """Return a timeline of measured times, in which every gap between compute is a bubble.
 
     Args:
         schedule: Schedule that was run.
         times_s: (start, end) of every action of every rank, in program order, on one clock that
             is 0 when the step began.
-        waits: Waits with a known cause per rank; if not given, every gap is a bubble.
     """
-    makespan = max((end for times in times_s for _, end in times), default=0.0)
-    tracks = []
-    for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
-        start = np.array([t[0] for t in times])
-        finish = np.array([t[1] for t in times])
-        idle = tuple(waits[rank]) if waits else _gaps(program, start, finish, makespan_s=makespan)
-        tracks.append(RankTrack(program, start, finish, idle, {}, schedule.peak_in_flight[rank]))
-    return Timeline(schedule, "measured", makespan, tuple(tracks))
-
-
-def _gaps(
-    program: Sequence[Action], start_s: Floats, finish_s: Floats, *, makespan_s: float
-) -> tuple[Idle, ...]:
-    """Return the intervals in which no compute action of a rank runs."""
-    gaps, free = [], 0.0
-    for action, start, finish in zip(program, start_s.tolist(), finish_s.tolist(), strict=True):
-        if action.kind in COMPUTE_KINDS:
-            if start > free:
-                gaps.append(Idle(free, start, "bubble"))
-            free = max(free, finish)
-    if makespan_s > free:
-        gaps.append(Idle(free, makespan_s, "bubble"))
-    return tuple(gaps)
+    flat = [*(times for own in times_s for times in own), (0.0, 0.0)]
+    starts_s, finishes_s = np.array(flat).T
+    gaps = []
+    for rank in range(schedule.num_ranks):
+        own = schedule.compute[schedule.ranks[schedule.compute] == rank]
+        free = np.maximum.accumulate(np.append(0.0, finishes_s[own]))
+        until = np.append(starts_s[own], finishes_s.max())
+        waits = until > free
+        gaps.append(np.stack(np.broadcast_arrays(rank, free[waits], until[waits], BUBBLE)))
+    return Timeline(schedule, "measured", starts_s, finishes_s, np.hstack(gaps))

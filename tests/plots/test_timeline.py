@@ -4,7 +4,7 @@ import pytest
 from sppo.plots.timeline_report import timeline_report
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.timeline import Idle, measured_timeline
+from sppo.schedule.timeline import measured_timeline
 from tests.schedule.cases import make, play
 
 
@@ -21,14 +21,6 @@ def test_a_measured_timeline_has_the_same_numbers_as_the_simulated_one():
     assert measured.bubble_fraction == pytest.approx(planned.bubble_fraction)
     assert [t.peak_in_flight for t in measured.ranks] == [t.peak_in_flight for t in planned.ranks]
     assert timeline_report(measured)["device_peak_bytes"] == [0, 0]
-
-
-def test_measured_waits_keep_their_cause():
-    schedule = make("sppo", p=1, n=1, m=1, forward_only=True)
-    waits = [[Idle(0.0, 1.0, "copy")]]
-    timeline = measured_timeline(schedule, times_s=[[(1.0, 2.0)]], waits=waits)
-    assert timeline.ranks[0].idle_s("copy") == 1
-    assert timeline.ranks[0].idle_s("bubble") == timeline.ranks[0].idle_s("communication") == 0
 
 
 def test_the_report_has_what_the_command_line_promises():

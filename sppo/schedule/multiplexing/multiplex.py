@@ -33,7 +33,7 @@ from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.msp_groups import MspGroup, balanced_shards
 from sppo.schedule.multiplexing.cut_steps import CutSteps
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.clock import run_clock
+from sppo.schedule.simulation.simulate import simulate
 
 # Up to _TRIED_ALONE MSP groups, runs and single MSP groups are dropped one by one. The runs are
 # tried in nested choices: the best eighth, two eighths and so on; above _MANY_SHARDS shards, where
@@ -89,7 +89,7 @@ def multiplex(
         )
     chosen = _chosen(plain, costs=costs, forward_only=forward_only)
     steps = CutSteps(plain, costs=costs, groups=chosen, forward_only=forward_only)
-    whole = run_clock(plain, costs=costs).end_s
+    whole = simulate(plain, costs=costs).makespan_s
     return steps.program(chosen) if steps.step_s(chosen) < whole - _TOLERANCE else plain
 
 

@@ -24,8 +24,6 @@ waits for:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from sppo.schedule.actions import RESIDENT_STAGES, Op
@@ -33,21 +31,10 @@ from sppo.schedule.costs import Costs
 from sppo.schedule.graph import Edges, Floats, Ints, in_turn
 from sppo.schedule.msp_costs import msp_seconds
 from sppo.schedule.schedule import Schedule
+from sppo.schedule.timeline import BUBBLE, COMMUNICATION, COPY
 
-BUBBLE, COMMUNICATION, COPY = range(3)
-"""Causes of a wait: an input is not computed, not sent or not reduced, or not copied."""
 _TURNS = 8
 """Turns from one action of a rank to the next, between which other services may run."""
-
-
-class ComputeTurns(NamedTuple):
-    """What occupies compute of the ranks, or makes it wait, rank after rank in program order."""
-
-    actions: Ints
-    services: Ints
-    """Services that the next turn waits for."""
-    waiting: Ints
-    """Services that wait for the turn before."""
 
 
 class Dependencies:
@@ -69,7 +56,8 @@ class Dependencies:
         turns: Order of the services of a rank.
         inputs: Service that waits for the inputs of each action: that of the action, or the
             common start of its MSP group.
-        compute: Turns of the ranks' compute.
+        compute: What occupies compute of the ranks, or makes it wait, in program order: actions,
+            services that the next turn waits for, and services that wait for the turn before.
         latency_s: Seconds from the end of each SEND to the arrival of its message.
         implied: Waits that follow from other edges: they tell causes, and change no time.
         last_blocks: Backwards and the H2Ds of their units that end with them at the earliest.
@@ -166,7 +154,7 @@ class Dependencies:
             np.maximum.at(longest, self.inputs[known], given[known])
             self.seconds[known] = longest[self.inputs[known]]
 
-    def _compute_in_turn(self) -> ComputeTurns:
+    def _compute_in_turn(self) -> tuple[Ints, Ints, Ints]:
         """Let compute run in program order, with reductions, and return the turns."""
         schedule = self.schedule
         reductions, leaving = schedule.of(Op.REDUCE), schedule.of(Op.D2H_GRADIENTS)
@@ -176,21 +164,19 @@ class Dependencies:
         reduced = self._new_services(wait_s, early, turn=-1)
         occupying = np.concatenate([schedule.compute, reductions, early])
         order = np.argsort(occupying, kind="stable")
-        turns = ComputeTurns(
-            occupying[order],
-            np.concatenate([schedule.compute, reductions, reduced])[order],
-            np.concatenate([self.inputs[schedule.compute], reductions, reduced])[order],
-        )
-        follows = np.flatnonzero(np.diff(schedule.ranks[turns.actions]) == 0)
-        self._wait(turns.services[follows], turns.waiting[follows + 1])
-        return turns
+        actions = occupying[order]
+        services = np.concatenate([schedule.compute, reductions, reduced])[order]
+        waiting = np.concatenate([self.inputs[schedule.compute], reductions, reduced])[order]
+        follows = np.flatnonzero(np.diff(schedule.ranks[actions]) == 0)
+        self._wait(services[follows], waiting[follows + 1])
+        return actions, services, waiting
 
     def _after_compute(self, waiting: Ints) -> None:
         """Let actions wait for the preceding compute and reduction on their rank."""
-        ranks, turns = self.schedule.ranks, self.compute
-        place = np.searchsorted(turns.actions, waiting, side="right") - 1
-        follows = (place >= 0) & (ranks[turns.actions[place]] == ranks[waiting])
-        self._wait(turns.services[place[follows]], waiting[follows])
+        ranks, (actions, services, _) = self.schedule.ranks, self.compute
+        place = np.searchsorted(actions, waiting, side="right") - 1
+        follows = (place >= 0) & (ranks[actions[place]] == ranks[waiting])
+        self._wait(services[place[follows]], waiting[follows])
 
     def _compute_reads(self) -> None:
         """Let compute wait for results of its own stage."""

@@ -8,16 +8,36 @@ import numpy as np
 
 from sppo.schedule.actions import NUM_COMPUTE, Op
 from sppo.schedule.costs import CopyEngines, Costs, Table
-from sppo.schedule.graph import Floats
+from sppo.schedule.graph import Edges, Floats, Standstill, longest_paths
+from sppo.schedule.memory_track import peak_held_bytes
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.clock import Clock, run_clock
-from sppo.schedule.simulation.dependencies import BUBBLE, COMMUNICATION, COPY
-from sppo.schedule.simulation.memory_track import memory_tracks, peak_held_bytes
-from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
+from sppo.schedule.simulation.dependencies import Dependencies
+from sppo.schedule.timeline import (
+    BUBBLE,
+    CAUSES,
+    COMMUNICATION,
+    COPY,
+    IdleCause,
+    Timeline,
+)
 
-CAUSES: dict[IdleCause, int] = {"bubble": BUBBLE, "communication": COMMUNICATION, "copy": COPY}
-"""Causes of waits, by name."""
-_NAMES = {cause: name for name, cause in CAUSES.items()}
+_SHOWN = 4
+
+
+class DeadlockError(RuntimeError):
+    """Error of a schedule whose ranks wait for each other: the order of the programs has a cycle.
+
+    No request causes it, but a bug of what made the programs.
+
+    Attributes:
+        rank: First rank that cannot proceed.
+        index: Position in the program of that rank at which it waits, from 0.
+    """
+
+    def __init__(self, problem: str, rank: int, index: int) -> None:
+        super().__init__(problem)
+        self.rank = rank
+        self.index = index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +65,7 @@ class SimulatedStep:
     def waited_s(self, rank: int, cause: IdleCause | None = None) -> float:
         """Return the seconds that a rank is idle, for one cause or for all."""
         own = self.idle_s[rank]
-        return float(own.sum() if cause is None else own[CAUSES[cause]])
+        return float(own.sum() if cause is None else own[CAUSES.index(cause)])
 
     @property
     def exposed_copy_s(self) -> float:
@@ -53,16 +73,7 @@ class SimulatedStep:
         return float(self.idle_s[:, COPY].max())
 
 
-def simulate_step(schedule: Schedule, *, costs: Costs) -> SimulatedStep:
-    """Return step time, idle times and peak memory of a step, as those of its timeline."""
-    clock = run_clock(schedule, costs=costs)
-    idle_s, waits = np.zeros((schedule.num_ranks, len(CAUSES))), clock.waits
-    np.add.at(idle_s, (waits.ranks, waits.causes), waits.ends_s - waits.begins_s)
-    held_bytes = peak_held_bytes(schedule, clock=clock, costs=costs)
-    return SimulatedStep(clock.end_s, idle_s, held_bytes)
-
-
-def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, *, costs: Costs, seconds: Floats | None = None) -> Timeline:
     """Return the timeline of one step of `schedule`.
 
     Resources per rank are its compute, one copy engine per tier and direction and one link per
@@ -72,39 +83,44 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
     Args:
         schedule: A valid schedule.
         costs: Costs for its stages and units.
+        seconds: Seconds of each action, rank after rank, which replace those of `costs`; NaN
+            replaces nothing. An MSP group takes those of its longest shard.
 
     Raises:
-        DeadlockError: Programs that wait for each other in a cycle.
+        DeadlockError: Actions wait for each other in a cycle; the message names the actions.
     """
-    clock = run_clock(schedule, costs=costs)
-    ranks = schedule.ranks
-    columns = zip(
-        schedule.programs,
-        memory_tracks(schedule, clock=clock, costs=costs),
-        schedule.peak_in_flight,
-        strict=True,
+    step = Dependencies(schedule, costs=costs, seconds=seconds)
+    edges = step.edges
+    try:
+        ends = longest_paths(edges, seconds=step.seconds, ranks=step.ranks, turns=step.turns)
+    except Standstill as standstill:
+        raise _deadlock(standstill, step) from None
+    edges = Edges.joined([edges, *step.implied])
+    ready = np.maximum.accumulate(
+        [
+            edges.where(edges.cause == cause).starts_s(ends)
+            for cause in (BUBBLE, COMMUNICATION, COPY)
+        ]
     )
-    tracks = tuple(
-        RankTrack(
-            program,
-            clock.starts_s[ranks == rank],
-            clock.finishes_s[ranks == rank],
-            _idle(clock, rank=rank),
-            memory,
-            in_flight,
-        )
-        for rank, (program, memory, in_flight) in enumerate(columns)
-    )
-    return Timeline(schedule, "simulated", clock.end_s, tracks)
+    # Copies out may wait on the way for blocks that are not made yet.
+    starts, out = ready[COPY].copy(), step.schedule.of(Op.D2H, Op.D2H_KV)
+    starts[out] = ready[COMMUNICATION][out]
+    finishes = np.maximum(ends, step.last_blocks.starts_s(ends))
+    finishes[: step.latency_s.size] += step.latency_s
+    never = step.schedule.never
+    starts[never] = finishes[never] = 0.0
+    starts, finishes = starts[: never + 1], finishes[: never + 1]
+    waits = _waits(step, ends, ready, until=float(finishes.max()))
+    return Timeline(schedule, "simulated", starts, finishes, waits, costs)
 
 
-def _idle(clock: Clock, *, rank: int) -> tuple[Idle, ...]:
-    """Return the waits of one rank."""
-    own = clock.waits.ranks == rank
-    _, *columns = (column[own].tolist() for column in clock.waits)
-    return tuple(
-        Idle(begin, end, _NAMES[cause]) for begin, end, cause in zip(*columns, strict=True)
+def simulate_step(schedule: Schedule, *, costs: Costs) -> SimulatedStep:
+    """Return step time, idle times and peak memory of a step, as those of its timeline."""
+    played = simulate(schedule, costs=costs)
+    held_bytes = peak_held_bytes(
+        schedule, starts_s=played.starts_s, finishes_s=played.finishes_s, costs=costs
     )
+    return SimulatedStep(played.makespan_s, played.idle_s, held_bytes)
 
 
 def step_seconds(timeline: Timeline, *, costs: Costs) -> float:
@@ -121,7 +137,49 @@ def step_seconds(timeline: Timeline, *, costs: Costs) -> float:
         costs: Planned costs of the step, of which those of messages are used. Copies cost nothing.
     """
     codes = timeline.schedule.codes[:-1]
-    seconds = np.concatenate([track.finish_s - track.start_s for track in timeline.ranks])
+    seconds = (timeline.finishes_s - timeline.starts_s)[:-1]
     seconds[(codes >= NUM_COMPUTE) & (codes != Op.REDUCE)] = np.nan
     free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
-    return run_clock(timeline.schedule, costs=free, seconds=seconds).end_s
+    return simulate(timeline.schedule, costs=free, seconds=seconds).makespan_s
+
+
+def _waits(step: Dependencies, ends: Floats, ready: Floats, *, until: float) -> Floats:
+    """Return the waits of compute, as those of :class:`sppo.schedule.timeline.Timeline`.
+
+    Args:
+        step: Services of the step.
+        ends: End of each service.
+        ready: When each service could start as far as one, two, or all causes tell, [3, services].
+        until: End of the step.
+    """
+    compute, every_rank = step.schedule.compute, np.arange(step.schedule.num_ranks)
+    busy_until = np.zeros(every_rank.size)
+    np.maximum.at(busy_until, step.schedule.ranks[compute], ends[compute])
+    actions, services, waiting = step.compute
+    ranks = step.schedule.ranks[actions]
+    free = np.append(0.0, ends[services][:-1])
+    free[np.diff(ranks, prepend=-1) > 0] = 0.0
+    moments = np.maximum.accumulate([free, *(times[waiting] for times in ready)])
+    occupied = np.where(step.schedule.codes[actions] < NUM_COMPUTE, moments[-1], ends[services])
+    begins, stops = moments.T.ravel(), np.vstack([moments[1:], occupied]).T.ravel()
+    ranks = np.repeat(ranks, len(moments))
+    causes = np.tile([BUBBLE, COMMUNICATION, COPY, COMMUNICATION], services.size)
+    is_wait = (stops > begins) & (begins < busy_until[ranks])
+    idles = busy_until < until
+    between = np.stack([ranks, begins, stops, causes])[:, is_wait]
+    behind = np.broadcast_arrays(every_rank[idles], busy_until[idles], until, BUBBLE)
+    return np.hstack([between, np.stack(behind)])
+
+
+def _deadlock(standstill: Standstill, step: Dependencies) -> DeadlockError:
+    """Return the error that names the actions that wait for each other."""
+    schedule = step.schedule
+    waits = [[*map(step.action_of, services)] for services in standstill.services]
+    shown = "; ".join(
+        f"{schedule.text_with_place(waiting)}, waits for {schedule.text(awaited)}"
+        for waiting, awaited in waits[:_SHOWN]
+    )
+    more = f"; and {len(waits) - _SHOWN} more ranks" if len(waits) > _SHOWN else ""
+    return DeadlockError(
+        f"the order of the programs contradicts itself: {shown}{more}", *schedule.place(waits[0][0])
+    )

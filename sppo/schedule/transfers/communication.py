@@ -18,7 +18,7 @@ from sppo.schedule.actions import NUM_COMPUTE, Op
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.graph import Ints
 from sppo.schedule.schedule import Schedule, columns_of
-from sppo.schedule.simulation.clock import run_clock
+from sppo.schedule.simulation.simulate import simulate
 
 
 def with_reductions(schedule: Schedule) -> Schedule:
@@ -90,7 +90,7 @@ def _turns(schedule: Schedule, *, costs: Costs | None) -> Ints:
     longest = max(float(getattr(costs, name).max(initial=0.0)) for name in names)
     least = longest * 1e-6 or 1.0
     costs = replace(costs, **{name: np.maximum(getattr(costs, name), least) for name in names})
-    ends = run_clock(schedule, costs=costs).finishes_s[schedule.compute]
+    ends = simulate(schedule, costs=costs).finishes_s[schedule.compute]
     order = schedule.compute[np.argsort(ends, kind="stable")]
     turns = np.full((NUM_COMPUTE, schedule.size), schedule.never)
     at = schedule.codes[order], schedule.slots[order]

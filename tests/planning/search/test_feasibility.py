@@ -11,7 +11,7 @@ from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.longest_sequence import fits_at_all, longest_sequence, with_length
 from sppo.planning.search import evaluated_candidate
 from sppo.planning.search.solver import quick_best, solve
-from sppo.schedule.simulation.clock import DeadlockError
+from sppo.schedule.simulation.simulate import DeadlockError
 from sppo.units import GIB, MIB
 from tests.make import make_run
 from tests.planning.cases import machine, run_config, solved

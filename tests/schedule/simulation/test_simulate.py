@@ -14,8 +14,8 @@ from sppo.schedule.checks import validate
 from sppo.schedule.costs import CopyEngines, LayerCopies, Link, Links, abstract_costs, with_offload
 from sppo.schedule.program import lower
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.clock import DeadlockError
-from sppo.schedule.simulation.simulate import CAUSES, simulate, simulate_step
+from sppo.schedule.simulation.simulate import DeadlockError, simulate, simulate_step
+from sppo.schedule.timeline import CAUSES
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
 from tests.tiers import examples

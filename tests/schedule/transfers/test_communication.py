@@ -9,7 +9,7 @@ import pytest
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks import check_deadlock_free, validate
 from sppo.schedule.program_text import parse_program
-from sppo.schedule.simulation.clock import DeadlockError
+from sppo.schedule.simulation.simulate import DeadlockError
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import make, play
 
