@@ -88,10 +88,9 @@ class SequenceConfig(Section):
     predicts to be the fastest that fits into memory, with subsequences of at least 1Ki tokens on a
     CPU and 2Ki on a GPU, up to 4Ki and 16Ki on each rank unless longer ones save 1 %; an evaluation
     uses 2Ki and 8Ki."""
-    partition: Literal["auto", "flops", "length", "cost_model"] = "auto"
-    """Quantity that is equal for all subsequences: model FLOPs, tokens (length), or predicted time
-    (cost_model). auto: FLOPs if pipeline stages wait for each other, otherwise tokens, which need
-    the least memory."""
+    partition: Literal["auto", "flops", "length"] = "auto"
+    """Quantity that is equal for all subsequences: model FLOPs, or tokens (length). auto: FLOPs if
+    pipeline stages wait for each other, otherwise tokens, which need the least memory."""
     alignment: Tokens = 128
     """Cuts are multiples of this number if N subsequences fit; otherwise it is halved until they
     do."""

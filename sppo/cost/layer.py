@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 from math import prod, sqrt
 from typing import Any, Literal
 
@@ -387,34 +387,3 @@ def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
         return np.zeros_like(tokens)
     names = sorted(tensors_of((index,), workload.model))
     return _elementwise_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)
-
-
-@lru_cache(maxsize=256)
-def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[float, float]:
-    """Return the seconds of forward and backward per token and per visible (query, key) pair.
-
-    Both cover all layers and the head, and are the weights of `sequence.partition: cost_model`.
-    They are taken at a subsequence of `tokens` tokens after a prefix of as many. Attention with a
-    sliding window counts per token.
-    """
-    model = workload.model
-    behind_as_many = SampleParts(
-        np.array([tokens]), np.array([2 * tokens]), np.zeros(1, dtype=np.intp)
-    )
-    linear = quadratic = 0.0
-    windows = [model.window_of(layer) for layer in range(model.num_layers)]
-    passes = {
-        window: layer_parts(workload, behind_as_many, window=window)
-        for window in dict.fromkeys(windows)
-    }
-    for window in windows:
-        one = passes[window]
-        attention = float((one["forward"]["attention"] + one["backward"]["attention"])[0])
-        total = sum(float(summed(one[name])[0]) for name in ("forward", "backward", "weight"))
-        linear += (total - attention) / tokens
-        if window is None:
-            quadratic += attention / causal_pairs(int(tokens), int(2 * tokens))
-        else:
-            linear += attention / tokens
-    head = head_seconds(workload, tokens=np.array([tokens]))
-    return linear + float(head[0]) / tokens, quadratic

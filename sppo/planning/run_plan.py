@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import ceil
 
 from sppo.config.run import RunConfig
-from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, boundaries_of
@@ -160,7 +159,6 @@ def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[in
     lengths = cut_sequence(
         run,
         num_subsequences=ceil(run.sequence.length / target) if asked == "auto" else asked,
-        workload=Workload(run.model, hardware, dtype=run.train.dtype),
         num_stages=run.parallel.pipeline_parallel_degree,
     )
     return boundaries_of(lengths)

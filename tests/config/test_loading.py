@@ -62,7 +62,7 @@ def test_every_problem_has_path_value_rule_and_the_nearest_spelling():
         "data.shufle": "unknown key. Did you mean 'shuffle'?",
         "sequence.length": "'32KI' is not a size; write one such as 32Ki, 2GiB or 4096",
         "sequence.num_subsequences": "neither auto nor valid: must be greater than or equal to 1",
-        "sequence.partition": "not one of auto, flops, length, cost_model. Did you mean 'flops'?",
+        "sequence.partition": "not one of auto, flops, length. Did you mean 'flops'?",
         "activations.policy": "not one of auto, retain, keep_attention, recompute, offload_all, "
         "sppo, hybrid. Did you mean 'retain'?",
         "activations.offload_ratio": "neither auto nor valid: must be less than or equal to 1",

@@ -63,7 +63,6 @@ def candidate_of_subsequences(
     lengths = cut_sequence(
         run,
         num_subsequences=num_subsequences,
-        workload=workload,
         num_stages=degrees.pipeline_parallel,
     )
     return candidate_of(run, workload, degrees, lengths=lengths, virtual_stages=virtual_stages)

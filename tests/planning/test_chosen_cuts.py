@@ -30,7 +30,7 @@ def some_run(dice: random.Random):
         length=f"{dice.choice([8, 40, 96, 200])}Ki",
         train={"sequences_per_step": dice.choice([1, 1, 3])},
         parallel=parallel,
-        sequence={"partition": dice.choice(["auto", "length", "cost_model"])},
+        sequence={"partition": dice.choice(["auto", "length", "flops"])},
         activations={"policy": dice.choice(["auto", "retain", "recompute", "sppo"])},
         hardware={"preset": dice.choice(["a100-40g", "h100"])},
     )

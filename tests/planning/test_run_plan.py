@@ -199,14 +199,6 @@ def test_a_stage_alone_waits_for_nobody_so_its_pieces_are_equal():
     assert cuts_of(piped) == cuts_of(run_config(num_subsequences=4, partition="flops"))
 
 
-def test_what_pieces_share_may_be_measured_time():
-    """Cut by time, the later pieces of a machine that is slow at attention are shorter."""
-    slow = replace(LAPTOP, device=replace(LAPTOP.device, attention_efficiency=0.01))
-    run = run_config(num_subsequences=4, partition="cost_model")
-    usual, shorter = (cuts_of(run, hardware=machine) for machine in (LAPTOP, slow))
-    assert shorter[-1] - shorter[-2] < usual[-1] - usual[-2]
-
-
 GPU = replace(PRESETS["h200"], node=replace(PRESETS["h200"].node, num_devices=1, numa_nodes=1))
 
 

@@ -76,7 +76,6 @@ def candidates_of_degrees(
                 cuts[count] = cut_sequence(
                     run,
                     num_subsequences=count,
-                    workload=workload,
                     num_stages=degrees.pipeline_parallel,
                 )
             refused = subsequence_problem(

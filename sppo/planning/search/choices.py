@@ -14,7 +14,6 @@ from sppo.config.base import MOST_SUBSEQUENCES
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
-from sppo.cost.layer import Workload, seconds_per_token_and_pair
 from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Tier
 from sppo.hardware.presets import PRESETS
@@ -394,9 +393,7 @@ def places_kv(run: RunConfig) -> bool:
     return run.activations.kv in ("offload", "recompute")
 
 
-def cut_sequence(
-    run: RunConfig, *, num_subsequences: int, workload: Workload, num_stages: int
-) -> tuple[int, ...]:
+def cut_sequence(run: RunConfig, *, num_subsequences: int, num_stages: int) -> tuple[int, ...]:
     """Return the tokens of each of `num_subsequences` subsequences, by the run's partition.
 
     Raises:
@@ -410,10 +407,7 @@ def cut_sequence(
         return lengths_of(
             boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment)
         )
-    if sequence.partition == "cost_model":
-        linear, quadratic = seconds_per_token_and_pair(workload, tokens=length / num_subsequences)
-    else:
-        linear, quadratic = partition_costs(run.model)
+    linear, quadratic = partition_costs(run.model)
     cuts = boundaries_by_flops(
         length,
         num_subsequences=num_subsequences,
