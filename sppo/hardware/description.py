@@ -11,14 +11,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
 
 from sppo.config.base import MOST_RANKS
-from sppo.hardware.published_attention import PUBLISHED_BLOCKS, PublishedAttention, published_rates
 from sppo.hardware.rates import (
+    GRIDS,
+    PUBLISHED_BLOCKS,
     AttentionPoint,
     BytesPerS,
     ElementwisePoint,
@@ -27,12 +28,12 @@ from sppo.hardware.rates import (
     GemmPoint,
     Grid,
     Product,
+    PublishedAttention,
     attention_blocks,
-    attention_grids,
     attention_rates,
-    elementwise_grids,
     gemm_blocks,
-    gemm_grids,
+    published_rates,
+    rate_grids,
     wave_fill,
 )
 from sppo.quoting import quoted
@@ -118,19 +119,12 @@ class DeviceSpec:
                 f"hardware device.attention_backend is {quoted(self.attention_backend)}: it is one "
                 f"of {', '.join(ATTENTION_BACKENDS)}, or empty"
             )
-        _ = self._gemm_grids, self._attention_grids, self._elementwise_grids  # refuses holes
+        _ = self._grids  # refuses holes
 
     @cached_property
-    def _gemm_grids(self) -> Mapping[tuple[str, Product], Grid]:
-        return gemm_grids(self.gemm_points)
-
-    @cached_property
-    def _attention_grids(self) -> Mapping[tuple[str, bool], Mapping[int, Grid]]:
-        return attention_grids(self.attention_points)
-
-    @cached_property
-    def _elementwise_grids(self) -> Mapping[tuple[str, str], Grid]:
-        return elementwise_grids(self.elementwise_points)
+    def _grids(self) -> Mapping[str, Mapping[tuple[Any, ...], Grid]]:
+        """Measured rates by shape, by the name of the points and their keys."""
+        return {name: rate_grids(name, getattr(self, name)) for name in GRIDS}
 
     @property
     def published_backends(self) -> tuple[str, ...]:
@@ -153,13 +147,13 @@ class DeviceSpec:
 
     def measured_gemm(self, dtype: str) -> bool:
         """Return whether matrix products of `dtype` were measured."""
-        return (dtype, "forward") in self._gemm_grids
+        return (dtype, "forward_flops_per_s") in self._grids["gemm_points"]
 
     def gemm_flops_per_s(
         self, dtype: str, *, tokens: Floats, width: float, product: Product = "forward"
     ) -> Floats:
         """Return the FLOPs per second of products of `tokens` rows with `width`-column matrices."""
-        grid = self._gemm_grids.get((dtype, product))
+        grid = self._grids["gemm_points"].get((dtype, f"{product}_flops_per_s"))
         if grid is not None:
             return grid.at(tokens, np.full_like(tokens, width))
         blocks = gemm_blocks(tokens, outputs=width)
@@ -182,26 +176,26 @@ class DeviceSpec:
         A forward has one thread block per tile of queries, a backward one per tile of keys: short
         subsequences of a long sequence leave only the forward without enough blocks.
         """
-        grids = self._attention_grids.get((dtype, backward))
-        if grids:
-            return attention_rates(grids, head_size=head_size, queries=queries, keys=keys)
+        rate = "backward_flops_per_s" if backward else "forward_flops_per_s"
+        measured = {
+            size: grid
+            for (of, size, name), grid in self._grids["attention_points"].items()
+            if (of, name) == (dtype, rate)
+        }
+        if measured:
+            return attention_rates(measured, head_size=head_size, queries=queries, keys=keys)
         blocks = attention_blocks(keys if backward else queries, heads=heads)
         fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
         if dtype == "bf16" and (rows := self.published_rows()):
-            rates = published_rates(
-                rows,
-                head_size=head_size,
-                queries=queries,
-                keys=keys,
-                backward=backward,
-            )
+            grids = {row.head_size: row.grid(backward=backward) for row in rows}
+            rates = published_rates(grids, head_size=head_size, queries=queries, keys=keys)
             published_fill = wave_fill(
                 np.array(float(PUBLISHED_BLOCKS)), num_multiprocessors=self.num_multiprocessors
             )
             return np.asarray(rates * np.minimum(1.0, fill / published_fill))
         efficiency = self.attention_backward_efficiency if backward else self.attention_efficiency
-        rate: Floats = self.flops_per_s(dtype) * efficiency * fill
-        return rate
+        estimate: Floats = self.flops_per_s(dtype) * efficiency * fill
+        return estimate
 
     def document_seconds(self, dtype: str, *, queries: Floats, backward: bool) -> Floats:
         """Return the seconds of an attention call that the rates of longer spans leave out.
@@ -220,7 +214,7 @@ class DeviceSpec:
 
         The rate refers to the bytes that :mod:`sppo.cost.elementwise` counts.
         """
-        grid = self._elementwise_grids.get((kernel, dtype))
+        grid = self._grids["elementwise_points"].get((kernel, dtype, "bytes_per_s"))
         if grid is None:
             return np.full_like(elements, self.memory_bytes_per_s)
         return grid.at(elements, np.ones_like(elements))
@@ -344,14 +338,10 @@ class HardwareSpec:
     device: DeviceSpec
     node: NodeSpec
     network: NetworkSpec
-    num_nodes: int = 1
+    num_nodes: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_nodes <= MOST_RANKS:
-            raise ValueError(
-                f"hardware num_nodes is {quoted(self.num_nodes)}: must be from 1 to {MOST_RANKS}"
-            )
         if self.num_devices > MOST_RANKS:
             raise ValueError(
                 f"hardware: {self.num_nodes} nodes x {self.node.num_devices} devices are "

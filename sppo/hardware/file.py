@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.problems import RULE_CHARACTERS
 from sppo.hardware.description import HardwareSpec
-from sppo.quoting import one_line
+from sppo.quoting import one_line, quoted
 
 _ADAPTER = TypeAdapter(HardwareSpec)
 _FIX = "sppo bench all -o FILE writes a good one"
@@ -42,12 +42,12 @@ def hardware_json(spec: HardwareSpec) -> dict[str, Any]:
 
 
 def _problems(error: ValidationError) -> str:
-    """Return a message with the first problems of `error`, each with the path of its value."""
-    problems = error.errors(include_input=False, include_url=False, include_context=False)
-    shown = [
-        f"{one_line('.'.join(map(str, problem['loc']))) or 'file'}: "
-        + one_line(problem["msg"].removeprefix("Value error, "), most=RULE_CHARACTERS)
-        for problem in problems[:_SHOWN_PROBLEMS]
-    ]
-    more = len(problems) - len(shown)
-    return "; ".join([*shown, *([f"and {more} more"] if more else [])])
+    """Return a message with the first problems of `error`, each with its path and its value."""
+    shown = []
+    for problem in error.errors(include_url=False)[:_SHOWN_PROBLEMS]:
+        where = one_line(".".join(map(str, problem["loc"]))) or "file"
+        rule = one_line(problem["msg"].removeprefix("Value error, "), most=RULE_CHARACTERS)
+        value = problem["input"]
+        found = f" (found {quoted(value)})" if isinstance(value, str | int | float) else ""
+        shown.append(f"{where}: {rule}{found}")
+    return "; ".join(shown)

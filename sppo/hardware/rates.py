@@ -10,9 +10,10 @@ costs such as waking threads show as lower rates of small shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +30,13 @@ Product = Literal["forward", "input", "weight"]
 """Matrix product of a linear layer: its output, the gradient of its input, or the gradient of its
 weight added to the sum."""
 
-_P = TypeVar("_P")
-_K = TypeVar("_K", str, tuple[str, int], tuple[str, str])
-
 BLOCK_TOKENS = 128
 """Rows of a thread block's tile, in matrix products and in attention."""
 BLOCK_OUTPUTS = 128
 """Columns of a matrix product's tile."""
+PUBLISHED_BLOCKS = 2048
+"""Thread blocks of the published measurements of attention: 16Ki tokens and 16 heads of 128 in all
+(FlashAttention-2, section 4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,6 @@ class GemmPoint:
     input_flops_per_s: FlopsPerS
     weight_flops_per_s: FlopsPerS
 
-    def flops_per_s(self, product: Product) -> float:
-        """Return the FLOPs per second of `product`."""
-        rate: float = getattr(self, f"{product}_flops_per_s")
-        return rate
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionPoint:
@@ -74,6 +70,11 @@ class AttentionPoint:
     forward_flops_per_s: FlopsPerS
     backward_flops_per_s: FlopsPerS
 
+    @property
+    def keys_per_query(self) -> float:
+        """Keys relative to queries, so that every point of a grid can be measured."""
+        return self.keys / self.queries
+
 
 @dataclass(frozen=True, slots=True)
 class ElementwisePoint:
@@ -87,6 +88,43 @@ class ElementwisePoint:
     dtype: str
     elements: Size
     bytes_per_s: BytesPerS
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedAttention:
+    """Published rates of one attention back end on one kind of device at one head size.
+
+    Figures are for bf16 (or fp16) and a causal sequence of the given length, in FLOPs per second
+    over visible pairs; a backward counts 2.5 times the FLOPs of its forward.
+
+    Attributes:
+        backend: Name of the back end in :mod:`sppo.kernels.attention.choice`.
+        head_size: Elements of a head.
+        lengths: Tokens of each measured causal sequence, rising.
+        forward_flops_per_s: Rate of the forward at each length.
+        backward_flops_per_s: Rate of the backward at each length.
+        source: Publication of the rates, and the hardware that they were measured on.
+    """
+
+    backend: str
+    head_size: Size
+    lengths: tuple[Size, ...]
+    forward_flops_per_s: tuple[FlopsPerS, ...]
+    backward_flops_per_s: tuple[FlopsPerS, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        counts = {len(self.lengths), len(self.forward_flops_per_s), len(self.backward_flops_per_s)}
+        if counts == {0} or len(counts) > 1 or [*self.lengths] != sorted({*self.lengths}):
+            raise ValueError(
+                f"published_attention of {self.backend}, head size {self.head_size}: one rate for "
+                "each length, lengths rising"
+            )
+
+    def grid(self, *, backward: bool) -> Grid:
+        """Return the rates of one pass by length."""
+        rates = self.backward_flops_per_s if backward else self.forward_flops_per_s
+        return Grid(np.array(self.lengths, dtype=float), np.ones(1), np.array(rates)[:, None])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,68 +176,105 @@ def attention_blocks(queries: Floats, *, heads: float) -> Floats:
     return blocks
 
 
-def gemm_grids(points: Sequence[GemmPoint]) -> Mapping[tuple[str, Product], Grid]:
-    """Return measured rates by (tokens, width), for each type and product.
-
-    Raises:
-        ValueError: Points are missing from a grid.
-    """
-    products: tuple[Product, ...] = get_args(Product)
-    return {
-        (dtype, product): _grid(
-            [(p.tokens, p.width, p.flops_per_s(product)) for p in of_dtype],
-            what=f"gemm_points of {dtype}",
-            axes=("tokens", "width"),
-        )
-        for dtype, of_dtype in _by(points, lambda point: point.dtype).items()
-        for product in products
-    }
+GRIDS = {
+    "gemm_points": (("dtype",), ("tokens", "width")),
+    "attention_points": (("dtype", "head_size"), ("queries", "keys_per_query")),
+    "elementwise_points": (("kernel", "dtype"), ("elements",)),
+}
+"""Attributes of points that say what a grid is of, and one or two that are its axes, by the name of
+the points in a hardware description."""
 
 
-def attention_grids(
-    points: Sequence[AttentionPoint],
-) -> Mapping[tuple[str, bool], Mapping[int, Grid]]:
-    """Return measured rates by (queries, keys / queries) for each head size, smallest first.
+def rate_grids(
+    name: str, points: Iterable[GemmPoint | AttentionPoint | ElementwisePoint]
+) -> Mapping[tuple[Any, ...], Grid]:
+    """Return the measured rates of points by shape, in ascending order of their keys.
 
-    The second axis is relative to the queries, so that every point of a grid can be measured.
+    Args:
+        name: Name of the points in :data:`GRIDS`.
+        points: Points of that name.
 
     Returns:
-        Grids by head size, by type and whether the rates are of the backward.
+        Grids by the keys of their points and the name of the rate, e.g. "forward_flops_per_s".
 
     Raises:
         ValueError: Points are missing from a grid.
     """
-    grids: dict[tuple[str, bool], dict[int, Grid]] = {}
-    for (dtype, size), own in _by(points, lambda point: (point.dtype, point.head_size)).items():
-        for backward in (False, True):
-            rates = [p.backward_flops_per_s if backward else p.forward_flops_per_s for p in own]
-            grids.setdefault((dtype, backward), {})[size] = _grid(
-                [(p.queries, p.keys / p.queries, rate) for p, rate in zip(own, rates, strict=True)],
-                what=f"attention_points of {dtype}, head size {size}",
-                axes=("queries", "keys per query"),
+    keys, axes = GRIDS[name]
+    found: dict[tuple[Any, ...], dict[tuple[float, float], float]] = {}
+    for point in points:
+        key = tuple(getattr(point, attribute) for attribute in keys)
+        row, column, *_ = (*(getattr(point, axis) for axis in axes), 1)
+        for rate in (field.name for field in fields(point) if field.name.endswith("_per_s")):
+            found.setdefault((*key, rate), {})[row, column] = getattr(point, rate)
+    grids = {}
+    for key, rates in sorted(found.items()):
+        rows, columns = (sorted(set(axis)) for axis in zip(*rates, strict=True))
+        missing = [place for place in product(rows, columns) if place not in rates]
+        if missing:
+            of = _named(keys, key[:-1])
+            raise ValueError(
+                f"{name} of {of}: nothing measured at {_named(axes, missing[0])}; a grid needs "
+                "every crossing, measure again with sppo bench"
             )
+        values = np.array([[rates[row, column] for column in columns] for row in rows])
+        grids[key] = Grid(np.array(rows, dtype=float), np.array(columns, dtype=float), values)
     return grids
+
+
+def _named(attributes: tuple[str, ...], values: Iterable[Any]) -> str:
+    """Return values with the names of their attributes, e.g. ``tokens 256, width 512``."""
+    names = (attribute.replace("_", " ") for attribute in attributes)
+    pairs = zip(names, values, strict=False)
+    return ", ".join(f"{n} {v if isinstance(v, str) else f'{v:g}'}" for n, v in pairs)
 
 
 def attention_rates(
     grids: Mapping[int, Grid], *, head_size: float, queries: Floats, keys: Floats
 ) -> Floats:
-    """Return rates of spans of ``queries`` tokens that end at ``keys``.
+    """Return measured rates of spans of ``queries`` tokens that end at ``keys``.
 
-    Rates are interpolated between the nearest two head sizes. A span longer than any measured span
-    is divided into parts of measured length: see :func:`typical_keys`.
+    A span longer than any measured span is divided into parts of measured length: see
+    :func:`typical_keys`.
+    """
+
+    def of_size(grid: Grid) -> Floats:
+        part = np.clip(queries, grid.rows[0], grid.rows[-1])
+        return grid.at(part, typical_keys(queries, keys=keys, part=part) / part)
+
+    return _between_head_sizes(grids, head_size, of_size)
+
+
+def published_rates(
+    grids: Mapping[int, Grid], *, head_size: float, queries: Floats, keys: Floats
+) -> Floats:
+    """Return published rates of spans of ``queries`` tokens that end at ``keys``.
+
+    A span after a prefix has the rate of the causal sequence whose queries see as many keys on
+    average.
+    """
+    lengths = 2 * keys - queries
+    return _between_head_sizes(
+        grids, head_size, lambda grid: grid.at(lengths, np.ones_like(lengths))
+    )
+
+
+def _between_head_sizes(
+    grids: Mapping[int, Grid], head_size: float, rates_of: Callable[[Grid], Floats]
+) -> Floats:
+    """Return rates interpolated between those of the nearest two head sizes.
+
+    Args:
+        grids: Grid of each head size, smallest first.
+        head_size: Elements of a head.
+        rates_of: Function that returns the rates of a grid.
     """
     sizes = list(grids)
     low, weight = place(np.array(sizes, dtype=np.float64), np.array(float(head_size)))
     near = (sizes[int(low)], sizes[min(int(low) + 1, len(sizes) - 1)])
-    below, above = (_span_rates(grids[size], queries=queries, keys=keys) for size in near)
+    below, above = (rates_of(grids[size]) for size in near)
     rates: Floats = below ** (1 - weight) * above**weight
     return rates
-
-
-def _span_rates(grid: Grid, *, queries: Floats, keys: Floats) -> Floats:
-    part = np.clip(queries, grid.rows[0], grid.rows[-1])
-    return grid.at(part, typical_keys(queries, keys=keys, part=part) / part)
 
 
 def typical_keys(queries: Floats, *, keys: Floats, part: Floats) -> Floats:
@@ -219,39 +294,3 @@ def typical_keys(queries: Floats, *, keys: Floats, part: Floats) -> Floats:
     squares = n * a**2 + a * part * n**2 + part**2 * (n**3 / 3 - n / 12)
     typical: Floats = squares / pairs + part / 2
     return typical
-
-
-def elementwise_grids(points: Sequence[ElementwisePoint]) -> Mapping[tuple[str, str], Grid]:
-    """Return measured rates by number of elements, for each kernel and type."""
-    return {
-        (kernel, dtype): _grid(
-            [(point.elements, 1, point.bytes_per_s) for point in own],
-            what=f"elementwise_points of {kernel} in {dtype}",
-            axes=("elements", "column"),
-        )
-        for (kernel, dtype), own in _by(points, lambda p: (p.kernel, p.dtype)).items()
-    }
-
-
-def _by(points: Sequence[_P], key: Callable[[_P], _K]) -> Mapping[_K, list[_P]]:
-    """Return the points by key, in ascending order of keys."""
-    found: dict[_K, list[_P]] = {}
-    for point in points:
-        found.setdefault(key(point), []).append(point)
-    return dict(sorted(found.items()))
-
-
-def _grid(
-    points: Sequence[tuple[float, float, float]], *, what: str, axes: tuple[str, str]
-) -> Grid:
-    rows = sorted({row for row, _, _ in points})
-    columns = sorted({column for _, column, _ in points})
-    by_place = {(row, column): value for row, column, value in points}
-    missing = [(r, c) for r in rows for c in columns if (r, c) not in by_place]
-    if missing:
-        raise ValueError(
-            f"{what}: nothing measured at {axes[0]} {missing[0][0]:g}, {axes[1]} "
-            f"{missing[0][1]:g}; a grid needs every crossing, measure again with sppo bench"
-        )
-    values = np.array([[by_place[row, column] for column in columns] for row in rows])
-    return Grid(np.array(rows, dtype=float), np.array(columns, dtype=float), values)

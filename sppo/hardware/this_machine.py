@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from sppo.hardware.control_groups import memory_groups
+from sppo.hardware.control_groups import memory_limits
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
@@ -270,4 +270,4 @@ def usable_memory_bytes() -> int:
 
 def control_group_limit_bytes() -> int | None:
     """Return the lowest memory limit of this process's control groups, or None without a limit."""
-    return min((group.limit_bytes for group in memory_groups()), default=None)
+    return min((limit for limit, _ in memory_limits()), default=None)

@@ -1,6 +1,6 @@
 """Control groups that limit memory, of both versions: their limits, and what is left."""
 
-from sppo.hardware.control_groups import memory_groups
+from sppo.hardware.control_groups import memory_limits
 
 GIB = 1 << 30
 
@@ -23,8 +23,7 @@ def group_v1(path, *, limit, current, files=0):
 def found(tmp_path, membership):
     """Limit of each group, and what is left."""
     (tmp_path / "membership").write_text(membership)
-    groups = memory_groups(membership=tmp_path / "membership", cgroups=tmp_path / "cgroup")
-    return [(group.limit_bytes, group.room_bytes()) for group in groups]
+    return [*memory_limits(membership=tmp_path / "membership", cgroups=tmp_path / "cgroup")]
 
 
 def test_all_groups_above_the_process_count(tmp_path):
@@ -54,4 +53,4 @@ def test_a_container_sees_its_own_group_at_the_top(tmp_path):
 
 def test_no_groups_no_limit(tmp_path):
     assert found(tmp_path, "0::/a\n") == []
-    assert [*memory_groups(membership=tmp_path / "none")] == []
+    assert [*memory_limits(membership=tmp_path / "none")] == []

@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sppo.config.run import HardwareConfig
@@ -129,12 +130,20 @@ def test_a_cluster_of_more_devices_than_ranks_is_refused():
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("device", {"gemm_efficiency": 2}, "gemm_efficiency: .*less than or equal to 1;"),
+        (
+            "device",
+            {"gemm_efficiency": 2},
+            r"gemm_efficiency: .*equal to 1 \(found 2\); sppo bench",
+        ),
         ("device", {"bf16_flops_per_s": -1.0}, "bf16_flops_per_s: .*greater than or equal to"),
-        ("device", {"memory_bytes": 0}, "device.memory_bytes: .*greater than or equal to 1;"),
+        ("device", {"memory_bytes": 0}, "device.memory_bytes: .*greater than or equal to 1 "),
         ("device", {"memory_bytes_per_s": 1e-300}, "memory_bytes_per_s: .*greater than or equal"),
         ("device", {"kernel_s": 1e9}, "kernel_s: .*less than or equal to 3600"),
-        ("device", {"attention_backend": "flash"}, "attention_backend is 'flash': it is one of c"),
+        (
+            "device",
+            {"attention_backend": "flash"},
+            "attention_backend is 'flash': it is one of c",
+        ),
         (
             "device",
             {"attention_points": [{**ATTENTION_POINT, "queries": 0}]},
@@ -153,3 +162,20 @@ def test_impossible_figures_are_refused(tmp_path, part, change, message):
     path.write_text(json.dumps({**values, part: {**values[part], **change}}), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_hardware(path)
+
+
+def test_presets_price_the_back_end_that_runs():
+    h100 = hardware_for(HardwareConfig(preset="h100"))
+    slower = hardware_for(HardwareConfig(preset="h100", attention="flash_attn_2"))
+    ask = {"queries": np.array([8192.0]), "keys": np.array([65536.0]), "heads": 32}
+    cudnn, flash = (spec.device.attention_flops_per_s("bf16", **ask) for spec in (h100, slower))
+    assert 1.7 < float(cudnn[0] / flash[0]) < 2.3
+    single = h100.device.attention_flops_per_s("fp32", **ask)
+    assert single[0] < h100.device.fp32_flops_per_s
+
+
+def test_a_back_end_without_figures_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cudnn on a100-80g: .*write one of flash_attn_2"):
+        hardware_for(HardwareConfig(preset="a100-80g", attention="cudnn"))
+    with pytest.raises(ValueError, match="its rate is not known there; leave the key out$"):
+        hardware_for(HardwareConfig(preset="laptop-cpu", attention="cudnn"))

@@ -11,8 +11,10 @@ from sppo.hardware.rates import (
     AttentionPoint,
     ElementwisePoint,
     GemmPoint,
+    PublishedAttention,
     attention_blocks,
     gemm_blocks,
+    published_rates,
     typical_keys,
     wave_fill,
 )
@@ -154,3 +156,40 @@ def test_short_subsequences_leave_only_the_forward_without_blocks():
     }
     assert rates[False] < 0.1 * rates[True]
     assert all(math.isfinite(rate) for rate in rates.values())
+
+
+PUBLISHED = (
+    PublishedAttention("b", 64, (1024, 4096), (100.0, 400.0), (50.0, 200.0), "a paper"),
+    PublishedAttention("b", 128, (1024, 4096), (400.0, 400.0), (200.0, 200.0), "a paper"),
+)
+
+
+def published(*, queries, keys, head_size=64, backward=False):
+    grids = {row.head_size: row.grid(backward=backward) for row in PUBLISHED}
+    return published_rates(grids, head_size=head_size, queries=array(queries), keys=array(keys))
+
+
+def test_rates_between_lengths_and_head_sizes_are_interpolated_in_logarithms():
+    assert published(queries=1024, keys=1024) == pytest.approx(100)
+    assert published(queries=2048, keys=2048) == pytest.approx(200)
+    assert published(queries=2048, keys=2048, backward=True) == pytest.approx(100)
+    between = published(queries=2048, keys=2048, head_size=90.51)
+    assert between == pytest.approx((200 * 400) ** 0.5, 1e-3)
+
+
+def test_beyond_the_ends_the_nearest_holds():
+    assert published(queries=100, keys=100) == pytest.approx(100)
+    assert published(queries=9000, keys=9000) == pytest.approx(400)
+    assert published(queries=1024, keys=1024, head_size=32) == pytest.approx(100)
+    assert published(queries=1024, keys=1024, head_size=256) == pytest.approx(400)
+
+
+def test_a_span_behind_a_prefix_counts_as_the_length_whose_queries_see_as_many_keys():
+    # 512 queries up to key 1280 see 1024 on average, as those of 2048 tokens do.
+    assert published(queries=512, keys=1280) == pytest.approx(200, rel=1e-3)
+
+
+@pytest.mark.parametrize("change", [{"lengths": (2, 1)}, {"forward_flops_per_s": (1.0,)}])
+def test_rows_that_make_no_sense_are_refused(change):
+    with pytest.raises(ValueError, match="published_attention of b, head size 64"):
+        replace(PUBLISHED[0], **change)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from sppo.hardware.control_groups import memory_groups
+from sppo.hardware.control_groups import memory_limits
 from sppo.units import GIB, MIB, format_bytes
 
 LIBRARY_BYTES = 240 * MIB
@@ -117,5 +117,5 @@ def status_bytes(name: str, *, status: Path = _STATUS) -> int | None:
 
 def control_group_room() -> int | None:
     """Return the least bytes left in any of this process's control groups; None without a limit."""
-    rooms = (group.room_bytes() for group in memory_groups())
+    rooms = (room for _, room in memory_limits())
     return min((room for room in rooms if room is not None), default=None)
