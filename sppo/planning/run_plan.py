@@ -150,7 +150,7 @@ def evaluate_degrees(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCand
         if refused is not None:
             raise ValueError(refused)
     division = Division(run, hardware=hardware, degrees=degrees)
-    return division.best() or division.nearest_tried()
+    return division.best() or division.nearest
 
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:

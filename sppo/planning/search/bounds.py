@@ -16,6 +16,7 @@ from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 
+@lru_cache(maxsize=4096)
 def least_seconds(candidate: Candidate) -> float:
     """Return a lower bound of the step time of a candidate over all activation policies.
 

@@ -84,29 +84,24 @@ class Division:
         self._cuts = uses_msp(run) and degrees.pipeline_parallel > 1
         self._plain = [replace(one, schedule=one.order) for one in plain] if self._cuts else plain
         self._counts = _few({len(one.lengths) for one in self._plain})
+        self._few = [one for one in self._plain if len(one.lengths) in self._counts]
         self._evaluated: dict[Candidate, EvaluatedCandidate] = {}
-
-    @cached_property
-    def _few(self) -> list[tuple[float, Candidate]]:
-        """Candidates in the plain order with few values of N, and lower bounds of their times."""
-        few = [one for one in self._plain if len(one.lengths) in self._counts]
-        return [(least_seconds(candidate), candidate) for candidate in few]
 
     @property
     def plain_s(self) -> float:
         """Lower bound of the step time in the plain order with few values of N."""
-        return min(bound_s for bound_s, _ in self._few)
+        return min(map(least_seconds, self._few))
 
-    @cached_property
+    @property
     def bound_s(self) -> float:
         """Lower bound of the step time with any schedule with few values of N."""
-        cut = (with_schedule(self._run, one, "sppo_msp") for _, one in self._few)
+        cut = (with_schedule(self._run, one, "sppo_msp") for one in self._few)
         return min([self.plain_s, *(least_seconds(one) for one in cut if one is not None)])
 
     def best(self, *, below: float = inf) -> EvaluatedCandidate | None:
         """Return the best candidate that fits; None if none does.
 
-        Few values of N are tried first, then those around the best of them.
+        Few values of N are tried first, then those around the best of them, then other schedules.
 
         Args:
             below: Step time in seconds; what surely takes longer is not tried once any N fits.
@@ -114,49 +109,20 @@ class Division:
         best = self._fastest(self._few) if self.may_fit else None
         if best is None:
             return None
-        around = [
-            (bound_s, one)
-            for one in self._between(best)
-            if (bound_s := least_seconds(one)) <= below
-        ]
-        plain = self._fastest(around, best) or best
-        best = self._in_best_schedule(plain, below=below) or self.nearest
-        return best if best.shortfall is None else None
+        plain = self._fastest(self._between(best.candidate), best, below=below) or best
+        return self._in_best_schedule(plain, below=below)
 
-    def _between(self, best: EvaluatedCandidate) -> list[Candidate]:
+    def _between(self, best: Candidate) -> list[Candidate]:
         """Return the candidates between the one of the few N that is best and its neighbours."""
-        place = self._counts.index(len(best.candidate.lengths))
+        place = self._counts.index(len(best.lengths))
         near = self._counts[max(0, place - 1) : place + 2]
         return [
             one
             for one in self._plain
-            if one.virtual_stages == best.candidate.virtual_stages
+            if one.virtual_stages == best.virtual_stages
             and near[0] < len(one.lengths) < near[-1]
             and len(one.lengths) not in near
         ]
-
-    def _fastest(
-        self,
-        candidates: Sequence[tuple[float, Candidate]],
-        best: EvaluatedCandidate | None = None,
-    ) -> EvaluatedCandidate | None:
-        """Return the best candidate that fits; None if none does.
-
-        Args:
-            candidates: Candidates to try, with lower bounds of their step times.
-            best: Best candidate so far.
-        """
-        for bound_s, candidate in sorted(candidates, key=lambda one: one[0] * _handicap(one[1])):
-            if best is not None and bound_s * _handicap(candidate) > _handicapped_s(best):
-                break
-            if not may_fit(candidate):
-                continue
-            found = self._evaluate(candidate)
-            if found.shortfall is None:
-                best = found if best is None else min(best, found, key=_handicapped_s)
-            elif best is None and self._lacks_device_memory:
-                break
-        return best
 
     def _in_best_schedule(
         self, plain: EvaluatedCandidate, *, below: float
@@ -171,54 +137,63 @@ class Division:
         best = None if self._cuts else plain
         most_s = inf if self._cuts else min(plain.step_s * WORTH_IT, below)
         for virtual in sorted({1, plain.candidate.virtual_stages}):
-            count = len(plain.candidate.lengths)
-            if plain.candidate.kv != "retained":
-                count = max(count, self._fastest_retained(virtual))
             for schedule in OTHER_SCHEDULES:
-                found = self._in_schedule(schedule, virtual, count, best, below=most_s)
-                if found is not None and found.step_s <= most_s:
-                    best, most_s = found, found.step_s
+                last_s = inf if self._cuts else plain.step_s
+                for candidate in self._of_schedule(schedule, virtual, plain.candidate):
+                    if least_seconds(candidate) > most_s:
+                        continue
+                    found = self._evaluate(candidate)
+                    if found.shortfall is not None or found.step_s >= last_s:
+                        break
+                    last_s = found.step_s
+                    if last_s <= most_s:
+                        best, most_s = found, last_s
         return best
 
-    def _fastest_retained(self, virtual_stages: int) -> int:
-        """Return the one of the few N that is fastest with everything retained; 0 if there is none.
+    def _of_schedule(self, schedule: str, virtual_stages: int, plain: Candidate) -> list[Candidate]:
+        """Return candidates with another schedule than the plain order, by N, descending.
 
-        Other schedules than the plain order retain K and V, and where these leave the device, other
-        N are fastest.
-        """
-        alike = (one for one in self._few if one[1].virtual_stages == virtual_stages)
-        _, fastest = min(alike, key=lambda one: one[0], default=(inf, None))
-        return 0 if fastest is None else len(fastest.lengths)
-
-    def _in_schedule(
-        self,
-        schedule: str,
-        virtual_stages: int,
-        most: int,
-        best: EvaluatedCandidate | None,
-        *,
-        below: float,
-    ) -> EvaluatedCandidate | None:
-        """Return the best candidate so far, or one with another schedule that is faster.
-
-        With smaller bubbles, fewer subsequences may be faster than in the plain order: from `most`,
-        N is halved as long as the step becomes shorter. Those with a bound above `below` are left
-        out.
+        With smaller bubbles, fewer subsequences may be faster than in the plain order. More may be
+        if K and V leave the device there, which other schedules retain.
         """
         alike = [one for one in self._plain if one.virtual_stages == virtual_stages]
-        for turn in range(most.bit_length() if alike else 0):
-            near = min(alike, key=lambda one: abs(len(one.lengths) - (most >> turn)))
-            other = with_schedule(self._run, near, schedule)
-            if other is None:
+        most = len(plain.lengths)
+        if plain.kv != "retained":
+            few = [one for one in self._few if one.virtual_stages == virtual_stages]
+            most = max(most, len(min(few, key=least_seconds, default=plain).lengths))
+        near = {
+            min(alike, key=lambda one: abs(len(one.lengths) - (most >> turn))): None
+            for turn in range(most.bit_length() if alike else 0)
+        }
+        found = (with_schedule(self._run, one, schedule) for one in near)
+        return [one for one in found if one is not None and may_fit(one)]
+
+    def _fastest(
+        self,
+        candidates: Sequence[Candidate],
+        best: EvaluatedCandidate | None = None,
+        *,
+        below: float = inf,
+    ) -> EvaluatedCandidate | None:
+        """Return the best candidate that fits; None if none does.
+
+        Args:
+            candidates: Candidates to try, with lower bounds of their step times.
+            best: Best candidate so far.
+            below: Step time in seconds; what surely takes longer is not tried.
+        """
+        bounds = [(least_seconds(one), one) for one in candidates]
+        bounds = [(bound_s * _handicap(one), one) for bound_s, one in bounds if bound_s <= below]
+        for bound_s, candidate in sorted(bounds, key=lambda one: one[0]):
+            if best is not None and bound_s > _handicapped_s(best):
                 break
-            if least_seconds(other) > below:
+            if not may_fit(candidate):
                 continue
-            found = self._evaluate(other) if may_fit(other) else None
-            if found is None or found.shortfall is not None:
+            found = self._evaluate(candidate)
+            if found.shortfall is None:
+                best = found if best is None else min(best, found, key=_handicapped_s)
+            elif best is None and self._lacks_device_memory:
                 break
-            if best is not None and found.step_s >= best.step_s:
-                break
-            best = found
         return best
 
     @property
@@ -235,15 +210,15 @@ class Division:
             return self.nearest.shortfall is None
         return self.best() is not None
 
-    @cached_property
+    @property
     def nearest(self) -> EvaluatedCandidate:
-        """Of the candidates that are likeliest to fit, the first that does, or lacks the least."""
-        found = []
+        """Candidate that fits, or lacks least of those tried and those likeliest to fit."""
         for candidate in [*filter(may_fit, self._likeliest)] or self._likeliest:
-            found.append(self._evaluate(candidate))
-            if found[-1].shortfall is None:
-                return found[-1]
-        return min(found, key=_short_bytes)
+            if self._evaluate(candidate).shortfall is None:
+                return self._evaluate(candidate)
+        schedules = {candidate.schedule for candidate in self._likeliest}
+        tried = [one for one in self._evaluated.values() if one.candidate.schedule in schedules]
+        return min(tried, key=_short_bytes)
 
     @cached_property
     def _likeliest(self) -> list[Candidate]:
@@ -268,20 +243,22 @@ class Division:
         offloaded, and what a rank holds under MSP depends on its program: False for these.
         """
         short = self.nearest.shortfall
-        cuts = self.nearest.candidate.schedule == "sppo_msp"
-        return short is not None and short.place == "device" and not cuts
+        return short is not None and short.place == "device" and not self._cuts
 
-    def nearest_tried(self) -> EvaluatedCandidate:
-        """Return the nearest to fitting of all candidates that were tried."""
-        tried = [] if self._cuts else [*self._evaluated.values()]
-        return min([self.nearest, *tried], key=_short_bytes)
+    def rejection(self, *, exact: bool = False) -> Rejection | None:
+        """Return what the division lacks, of which no candidate fits; None if any may fit.
 
-    def least_rejection(self) -> Rejection | None:
-        """Return a lower bound of what is lacking, which takes little time; None if any may fit."""
-        if self.may_fit:
-            return None
-        bounds = ((one, least_shortfall(one)) for one in self._likeliest)
+        If no candidate was tried, this is a lower bound, which takes little time.
+
+        Args:
+            exact: Whether to try the candidates that are likeliest to fit.
+        """
+        if exact or self._evaluated:
+            return rejection_of(self.nearest)
+        bounds = [(one, least_shortfall(one)) for one in self._likeliest]
         short = [(one, shortfall) for one, shortfall in bounds if shortfall is not None]
+        if len(short) < len(bounds):
+            return None
         candidate, shortfall = min(short, key=lambda one: one[1].short_bytes)
         return Rejection(self.degrees, shortfall.reason, candidate, shortfall)
 

@@ -31,18 +31,14 @@ class Solution:
         hardware: Description of the machine.
         fitting: Best candidates of the divisions that were searched and fit, best first.
         refused: Degrees that cannot work, or whose program does not fit.
-        searched: Divisions that were searched.
-        lacking: Divisions that were searched and do not fit.
-        slower: Divisions that were not searched, because they are slower than those that fit.
+        divisions: Divisions of the devices that may work, searched or known to be slower.
     """
 
     run: RunConfig
     hardware: HardwareSpec
     fitting: tuple[EvaluatedCandidate, ...]
     refused: tuple[Rejection, ...]
-    searched: tuple[Division, ...]
-    lacking: tuple[Division, ...]
-    slower: tuple[Division, ...]
+    divisions: tuple[Division, ...]
 
     @property
     def best(self) -> EvaluatedCandidate | None:
@@ -59,11 +55,18 @@ class Solution:
         """Degrees that do not fit or cannot work.
 
         What is slower than the runners-up anyway is only rejected if no placement of activations
-        can fit.
+        can fit. Shortfalls may be lower bounds; the least is not.
         """
-        lacking = (rejection_of(division.nearest_tried()) for division in self.lacking)
-        slower = (division.least_rejection() for division in self.slower)
-        return (*self.refused, *lacking, *(one for one in slower if one is not None))
+        answered = {one.degrees for one in self.fitting} | {one.degrees for one in self.refused}
+        others = [one for one in self.divisions if one.degrees not in answered]
+        found = {one: lacks for one in others if (lacks := one.rejection()) is not None}
+        while found and not self.fitting:
+            nearest = min(found, key=lambda one: _short_bytes(found[one]))
+            exact = nearest.rejection(exact=True)
+            if exact is None or found[nearest] == exact:
+                break
+            found[nearest] = exact
+        return (*self.refused, *found.values())
 
     @property
     def nearest(self) -> Rejection | None:
@@ -75,7 +78,7 @@ class Solution:
         """Candidates with the best degrees for every N that fits, by N."""
         if self.best is None:
             return ()
-        (chosen,) = (one for one in self.searched if one.degrees == self.best.degrees)
+        (chosen,) = (one for one in self.divisions if one.degrees == self.best.degrees)
         return chosen.by_num_subsequences(self.best)
 
 
@@ -124,46 +127,40 @@ def _search(run: RunConfig, *, hardware: HardwareSpec, count: int, below: float 
         count: Number of divisions to find that fit.
         below: Step time in seconds; surely slower divisions are not searched.
     """
-    found = Solution(run, hardware, (), (), (), (), ())
+    found = Solution(run, hardware, (), (), ())
     for across_nodes in (False, True):
         inside = found
         for attempt in runs_by_tiers(run, hardware=hardware):
             divisions, refused = divide(attempt, hardware=hardware, across_nodes=across_nodes)
             found = replace(
-                _search_divisions(inside, divisions, count=count, below=below),
+                inside,
+                fitting=_fitting(divisions, count=count, below=below),
                 refused=(*inside.refused, *refused),
+                divisions=(*inside.divisions, *divisions),
             )
             if found.fitting:
                 return found
-        if found.slower:
+        if any(one.bound_s > below for one in divisions):
             return found
     return found
 
 
-def _search_divisions(
-    solution: Solution, divisions: Sequence[Division], *, count: int, below: float
-) -> Solution:
-    """Search the fastest of some divisions, those with the least lower bound first."""
+def _fitting(
+    divisions: Sequence[Division], *, count: int, below: float
+) -> tuple[EvaluatedCandidate, ...]:
+    """Return the best candidates of the fastest divisions, best first.
+
+    Divisions are searched by the lower bound of their step time, the least first.
+    """
     fitting: list[EvaluatedCandidate] = []
-    searched, lacking, slower = [], [*solution.lacking], []
     for division in sorted(divisions, key=lambda one: one.plain_s):
         fastest_s = min((one.step_s for one in fitting), default=inf)
         if division.bound_s > (fastest_s if len(fitting) >= count else below):
-            slower.append(division)
             continue
-        searched.append(division)
         best = division.best(below=fastest_s)
-        if best is None:
-            lacking.append(division)
-        else:
+        if best is not None:
             fitting.append(best)
-    return replace(
-        solution,
-        fitting=tuple(sorted(fitting, key=_rank)),
-        searched=tuple(searched),
-        lacking=tuple(lacking),
-        slower=tuple(slower),
-    )
+    return tuple(sorted(fitting, key=_rank))
 
 
 def _executed(solution: Solution) -> Solution:

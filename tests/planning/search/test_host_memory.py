@@ -58,7 +58,7 @@ def test_of_steps_within_a_percent_the_least_host_memory_is_best(monkeypatch, le
         SimpleNamespace(step_s=seconds, node_host_bytes=host, shortfall=None)
         for seconds, host in leaders
     ]
-    solution = solver.Solution(None, None, tuple(steps), (), (), (), ())
+    solution = solver.Solution(None, None, tuple(steps), (), ())
     found = solver._executed(solution)
     assert found.best is steps[best]
     assert not found.refused

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.division import divide, rejection_of
+from sppo.planning.search.division import divide
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.units import GIB
@@ -184,11 +184,10 @@ def test_what_cannot_fit_lacks_at_least_the_bound():
     divisions, _ = divide(
         request(length="256Ki", nodes=1), hardware=hardware_for(request(nodes=1).hardware)
     )
-    lacking = [division for division in divisions if not division.fits]
-    bounds = [(one, bound) for one in lacking if (bound := one.least_rejection()) is not None]
-    assert bounds
-    for division, bound in bounds:
-        exact = rejection_of(division.nearest_tried())
+    lacking = [division for division in divisions if not division.may_fit]
+    assert lacking
+    for division in lacking:
+        bound, exact = division.rejection(), division.rejection(exact=True)
         assert 0 < bound.shortfall.short_bytes <= exact.shortfall.short_bytes
         assert "short by at least " in bound.reason
 
