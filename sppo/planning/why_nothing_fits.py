@@ -8,7 +8,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import BUCKETS, MemoryBuckets, bucket_label
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.run_hardware import hardware_line, run_hardware
-from sppo.planning.changes import Change, too_long_for, what_would_fit
+from sppo.planning.changes import Change, what_would_fit
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.nothing_fits import NothingFitsError
@@ -85,9 +85,6 @@ def _stream_lines(solution: Solution) -> Iterator[str]:
     yield f"on {hardware_line(solution.hardware)}"
     if nearest is not None:
         yield from _nearest_lines(nearest)
-    too_long = too_long_for(solution.run, hardware=solution.hardware)
-    if too_long is not None:
-        yield too_long
     if nearest is not None and count == 1:
         return
     if count > 1:

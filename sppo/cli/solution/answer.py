@@ -31,10 +31,9 @@ DEGREES: Rows = {
     "data parallel": lambda way: str(way.degrees.data_parallel),
 }
 
-
-_FITS = ("change", "effect", "step_s", "node_host_bytes")
-_GAINS = ("change", "step_s", "tokens_per_s", "gain", "device_peak_bytes")
-"""Attributes of changes that make a request fit, and of those that make it faster, in JSON."""
+_FITS = ("step_s", "node_host_bytes")
+_GAINS = ("step_s", "tokens_per_s", "device_peak_bytes")
+"""Figures of the best candidate after a change that makes a request fit, or faster, in JSON."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,17 @@ class Answer(ABC):
             values["improvements"] = None
             if self.improvements is not None:
                 values["improvements"] = [
-                    _change_json(change, _GAINS) for change in self.improvements
+                    {"change": change.change, "gain": change.gain, **_figures(change, _GAINS)}
+                    for change in self.improvements
                 ]
                 values["explanation"] = explanation_json(self._explained)
         else:
             nearest = nearest_rejection(self.solution.rejected)
             values["nearest"] = None if nearest is None else _rejection_json(nearest)
-            values["advice"] = [_change_json(change, _FITS) for change in self.changes]
+            values["advice"] = [
+                {"change": change.change, "effect": change.effect, **_figures(change, _FITS)}
+                for change in self.changes
+            ]
         return values | self._more_json()
 
     def screen(self) -> Screen:
@@ -182,8 +185,9 @@ class Answer(ABC):
         """Yield the memory of the best way."""
 
 
-def _change_json(change: Change, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(change, name) for name in names}
+def _figures(change: Change, names: Sequence[str]) -> dict[str, Any]:
+    """Return figures of the best candidate after a change; None if the change has none."""
+    return {name: getattr(change.best, name, None) for name in names}
 
 
 def _rejection_json(rejection: Rejection) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from sppo.cli.printing import Screen
 from sppo.cli.solution.answer import DEGREES, Answer, Rows
 from sppo.cli.solution.candidate import choices_json, memory_screen, policy_text, stages_json
 from sppo.cost.state_tiers import ON_DEVICE
-from sppo.planning.changes import too_long_for
 from sppo.planning.make_plan import predict
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
@@ -55,7 +54,7 @@ class StreamAnswer(Answer):
     def _more_json(self) -> dict[str, Any]:
         solution = self.solution
         if solution.best is None:
-            return {"too_long": too_long_for(solution.run, hardware=solution.hardware)}
+            return {}
         by_count = [
             {
                 "num_subsequences": len(evaluated.candidate.lengths),
