@@ -285,7 +285,7 @@ class BlockStore:
             if block is None:
                 return  # not saved yet: belongs to a later sequence
             if block.tensors:
-                if key not in step.permitted or self._ring.is_full or self._tier.is_full:
+                if key not in step.permitted or self._ring.is_full or self._tier.host.is_full:
                     return
                 block.ring = self._ring.take()
                 self._tier.fetch(block)

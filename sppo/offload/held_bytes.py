@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import Tensor
-
 
 class HeldBytes:
     """Counter of the bytes held now and of their peak."""
@@ -21,19 +17,6 @@ class HeldBytes:
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
 
-    def add_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Add the bytes of ``tensors``."""
-        self.add(total_bytes(tensors))
-
-    def remove_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Subtract the bytes of ``tensors``."""
-        self.add(-total_bytes(tensors))
-
     def reset_peak(self) -> None:
         """Reset the peak to the bytes held now."""
         self.peak = self.now
-
-
-def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all elements of ``tensors``."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

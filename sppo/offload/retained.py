@@ -65,7 +65,7 @@ class RetainedTensors:
         else:
             kept = {name: on_its_own(tensor) for name, tensor in tensors.items()}
         self._tensors[key] = kept
-        self.held.add_tensors(kept.values())
+        self.held.add(sum(tensor.nbytes for tensor in kept.values()))
 
     def peek(self, key: ActivationKey, name: str) -> Tensor | None:
         """Return one tensor, which stays here; None if it is not saved."""
@@ -78,7 +78,7 @@ class RetainedTensors:
             assert key == last, f"{key} is taken before {last}, which was saved later"
             self._end_bytes = self._begins.pop()
         tensors = self._tensors.pop(key)
-        self.held.remove_tensors(tensors.values())
+        self.held.add(-sum(tensor.nbytes for tensor in tensors.values()))
         if self._poisons:
             self._lent[key] = [*tensors.values()]
         return copied(tensors) if owned and self._in_stack else tensors

@@ -142,6 +142,7 @@ class HostTier:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self.host = Slots()
+        """Places of the blocks, as one slot that stays empty, or staging slots."""
 
     def reserve_host(self, schedule: OffloadSchedule) -> None:
         """Reserve the host memory of a step, once no copy is in flight.
@@ -157,11 +158,6 @@ class HostTier:
         Raises:
             OSError: The disk lacks space.
         """
-
-    @property
-    def is_full(self) -> bool:
-        """True if no block can be fetched now."""
-        return False
 
     def send(self, block: Block, tensors: Mapping[str, Tensor]) -> Event:
         """Enqueue the copies of a block to the tier; return when its tensors are copied out."""
@@ -216,14 +212,9 @@ class DiskTier(HostTier):
             self._lane.file.open(self._directory, schedule.tier_bytes)
             self.disk_bytes = schedule.tier_bytes
 
-    @property
-    def is_full(self) -> bool:
-        """True if no block can be fetched now: the next staging slot is being read into."""
-        return self.host.is_full
-
     def send(self, block: Block, tensors: Mapping[str, Tensor]) -> Event:
         """Enqueue the copies of a block to the tier; return when its tensors are copied out."""
-        while self.is_full:
+        while self.host.is_full:
             self._copy_back()
         slot, sources = self.host.take(), [*tensors.values()]
         copies = [*zip(block.views(slot.data).values(), sources, strict=True)]

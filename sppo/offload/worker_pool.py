@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from itertools import cycle
+from dataclasses import dataclass, field
+from itertools import count, cycle
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -77,8 +78,11 @@ class WorkerPool:
             first error; a :class:`concurrent.futures.CancelledError` means that work was skipped.
 
         Raises:
+            OSError: A disk failed in earlier work.
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
+        if self._error is not None:
+            raise _copied(self._error)
         if self._closed or self._process != os.getpid():  # forks do not inherit threads
             raise RuntimeError("the pool has no threads any more")
         assert pieces, "nobody would end the future"
@@ -86,12 +90,6 @@ class WorkerPool:
         for piece in pieces:
             next(self._turns).put((work, piece, self))
         return work.future
-
-    def check(self) -> None:
-        """Raise the first error, if any."""
-        error = self._error
-        if error is not None:
-            raise _copied(error)
 
     def close(self, *, limit_s: float | None = None) -> bool:
         """Skip all work that has not started, and end the threads; may be repeated.
@@ -123,20 +121,16 @@ class WorkerPool:
             work.error = work.error or error
 
 
+@dataclass(slots=True)
 class _Work:
     """Pieces of work that end together."""
 
-    def __init__(self, after: Sequence[Event] = (), pieces: int = 1) -> None:
-        self.after = after
-        self.future: Future[None] = Future()
-        self.error: BaseException | None = None
-        self._left, self._lock = pieces, threading.Lock()
-
-    def is_last(self) -> bool:
-        """Count a piece that has ended; return whether it was the last."""
-        with self._lock:
-            self._left -= 1
-            return self._left == 0
+    after: Sequence[Event] = ()
+    pieces: int = 1
+    future: Future[None] = field(default_factory=Future)
+    error: BaseException | None = None
+    ended: Iterator[int] = field(default_factory=lambda: count(1))
+    """Numbers the pieces as they end; counting is a single call into C, so no lock is needed."""
 
 
 _Queue = SimpleQueue[tuple[_Work, Callable[[], None], WorkerPool] | None]
@@ -166,7 +160,7 @@ def _serve(queue: _Queue, end: Future[None]) -> None:
         work, piece, pool = entry
         pool._run(work, piece)
         del entry, piece, pool
-        is_last = work.is_last()
+        is_last = next(work.ended) == work.pieces
         future, error = work.future, work.error  # if this was the last: of all pieces
         del work
         if is_last and error is None:

@@ -166,9 +166,9 @@ def test_an_error_keeps_no_frame_of_those_who_wait_for_it(worker):
     gc.collect()
     assert alive() is None
     with pytest.raises(OSError, match="the disk failed") as first:
-        worker.check()
+        worker.submit(fail)
     with pytest.raises(OSError, match="the disk failed") as second:
-        worker.check()
+        worker.submit(fail)
     assert first.value is not second.value
 
 
@@ -193,5 +193,5 @@ def test_what_depends_on_failed_work_fails_with_it(worker):
         assert (caught.value.errno, caught.value.filename) == (errno.EIO, "spill")
     assert not ran
     with pytest.raises(OSError, match="the disk failed"):
-        worker.check()
+        worker.submit(fail)
     other.close()

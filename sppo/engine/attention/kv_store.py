@@ -97,7 +97,7 @@ class KVStore:
                 if buffer is not None:
                     if self._poison:
                         buffer.fill_(float("nan"))
-                    self.held.remove_tensors([buffer])
+                    self.held.add(-buffer.nbytes)
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class KVStore:
         self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
         spare = self._spare.get((length, dtype))
         buffer = spare.pop() if spare else self.empty(length, dtype)
-        self.held.add_tensors([buffer])
+        self.held.add(buffer.nbytes)
         return buffer
 
 

@@ -138,9 +138,9 @@ class SharedKV(StoredKV):
         tokens = self.span.end - self.first_key
         pair = self.store.empty(tokens, dtype), self.store.empty(tokens, dtype)
         if not self._exchange.is_owner:
-            self._borrowed.add_tensors(pair)
+            self._borrowed.add(sum(tensor.nbytes for tensor in pair))
         return pair
 
     def _let_go(self, *tensors: Tensor) -> None:
         if not self._exchange.is_owner:
-            self._borrowed.remove_tensors(tensors)
+            self._borrowed.add(-sum(tensor.nbytes for tensor in tensors))

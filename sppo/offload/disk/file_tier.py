@@ -10,10 +10,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import mmap
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -69,7 +69,8 @@ class FileTier:
         self._begin = begin
         self._pool: WorkerPool | None = None
         self._file: BinaryIO | None = None
-        self._busy = {"writing": BusyTime(), "reading": BusyTime()}
+        self._busy: dict[_Verb, list[tuple[float, float]]] = {"writing": [], "reading": []}
+        """Times at which pieces began and ended."""
         self.directory, self.size_bytes = Path(), 0
         self.direct = False
         """True if transfers bypass the page cache."""
@@ -118,8 +119,6 @@ class FileTier:
         Raises:
             OSError: The disk failed in an earlier transfer.
         """
-        assert self._pool is not None, "open() comes before transfers"
-        self._pool.check()
         return self._start(offset_bytes, array, after, "writing")
 
     def read(
@@ -133,7 +132,9 @@ class FileTier:
 
     def take_s(self) -> tuple[float, float]:
         """Return the seconds in which the disk was (written, read) since the last call."""
-        return self._busy["writing"].take_s(), self._busy["reading"].take_s()
+        busy = self._busy
+        self._busy = {"writing": [], "reading": []}
+        return covered_s(busy["writing"]), covered_s(busy["reading"])
 
     def close(self, *, limit_s: float | None = None) -> bool:
         """Skip transfers that have not started, and free the space; repeated calls do nothing.
@@ -167,15 +168,16 @@ class FileTier:
         """Transfer one piece."""
         assert self._file is not None, "open() comes before transfers"
         file, write, moved = self._file.fileno(), verb == "writing", 0
+        begin_s = time.perf_counter()
         try:
-            with self._busy[verb]:
-                while moved < len(piece):
-                    count = _system_io(file, write, piece[moved:], offset_bytes + moved)
-                    if count == 0:  # the file has its full size, so an end of file is an error
-                        raise OSError(errno.EIO, os.strerror(errno.EIO))
-                    moved += count
-                if not self.direct:
-                    _leave_page_cache(file, write, offset_bytes, len(piece))
+            while moved < len(piece):
+                count = _system_io(file, write, piece[moved:], offset_bytes + moved)
+                if count == 0:  # the file has its full size, so an end of file is an error
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                moved += count
+            if not self.direct:
+                _leave_page_cache(file, write, offset_bytes, len(piece))
+            self._busy[verb].append((begin_s, time.perf_counter()))
         except OSError as error:
             what = f"{verb} {format_bytes(len(piece))} at byte {offset_bytes}"
             fault = _fault(error.errno, f"the disk failed while {what}")
@@ -183,30 +185,13 @@ class FileTier:
             raise fault from None
 
 
-class BusyTime:
-    """Seconds in which at least one thread was in the context of this object."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside, self._since_s, self._total_s = 0, 0.0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._since_s = time.perf_counter()
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._total_s += time.perf_counter() - self._since_s
-
-    def take_s(self) -> float:
-        """Return the seconds since the last call, once no thread is inside."""
-        with self._lock:
-            total_s, self._total_s = self._total_s, 0.0
-        return total_s
+def covered_s(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds in at least one of these (begin, end)."""
+    total_s, until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted(intervals):
+        total_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
 
 
 def whole_sectors(size_bytes: int) -> int:

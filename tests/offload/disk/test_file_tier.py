@@ -18,7 +18,7 @@ import pytest
 from sppo.offload.disk import disk_room as disk_module
 from sppo.offload.disk import file_tier as file_tier_module
 from sppo.offload.disk.disk_room import DiskRoom, disk_room, is_memory
-from sppo.offload.disk.file_tier import PIECE_BYTES, SECTOR_BYTES, BusyTime, FileTier
+from sppo.offload.disk.file_tier import PIECE_BYTES, SECTOR_BYTES, FileTier, covered_s
 from sppo.offload.worker_pool import wait_for
 from sppo.units import GIB, KIB, MIB
 from tests.offload.test_arena import resident_pages
@@ -314,16 +314,12 @@ def test_the_reserve_is_a_tenth_and_has_an_end():
     assert disk_room(Path("/")).free_bytes > 0
 
 
-def test_seconds_are_busy_while_at_least_one_thread_is_inside(monkeypatch):
-    times = iter((1.0, 4.0, 10.0, 12.0))
-    monkeypatch.setattr(file_tier_module.time, "perf_counter", lambda: next(times))
-    busy = BusyTime()
-    with busy, busy:
-        pass
-    with busy:
-        pass
-    assert busy.take_s() == 3.0 + 2.0
-    assert busy.take_s() == 0.0
+def test_seconds_are_busy_while_at_least_one_piece_is_moved(opened):
+    assert covered_s([(10.0, 12.0), (1.0, 4.0), (2.0, 3.0), (3.0, 5.0)]) == 4.0 + 2.0
+    tier = opened()
+    wait_for(tier.write(0, some_bytes(MIB)))
+    assert tier.take_s()[0] > 0.0
+    assert tier.take_s() == (0.0, 0.0)
 
 
 def test_a_disk_that_is_memory_is_told(tmp_path, monkeypatch, caplog):
