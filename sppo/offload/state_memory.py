@@ -12,17 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sppo.offload.arena import ALIGNMENT_BYTES
+from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
 from sppo.offload.lane import Lane
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes
 
 
 class StateMemory:
-    """Allocator of tensors in host memory that a lane copies fast.
+    """Allocator of tensors in host memory, zero at first.
 
     Args:
-        lane: Lane of the device that computes.
+        lane: Lane of the device that computes, which copies the memory fast; None for memory that
+            is not copied.
     """
 
     def __init__(self, lane: Lane | None = None) -> None:
@@ -53,7 +54,8 @@ class StateMemory:
         """Allow the tier to drop cached pages: the tensors are not used for a while."""
 
     def _block(self, size_bytes: int) -> Tensor:
-        assert self._lane is not None, "host memory is a lane's"
+        if self._lane is None:
+            return HostArena(size_bytes).tensor(0, (size_bytes,), torch.uint8)
         self._blocks += 1
         return self._lane.host_memory(f"state {self._blocks}", size_bytes)
 

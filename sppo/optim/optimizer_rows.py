@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sppo.cost.parameters import is_decayed
-from sppo.offload.arena import HostArena
 from sppo.offload.state_memory import StateMemory
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.parallel.flat_row import FlatRow, Shapes
@@ -27,7 +26,7 @@ class OptimizerRows:
     Args:
         shapes: Shapes of the parameters, or of the intervals that this rank updates, by global
             name.
-        memory: Allocator of the rows in a tier; None for host memory.
+        memory: Allocator of the rows; None for host memory that is not page-locked.
 
     Raises:
         MemoryError: The host lacks memory.
@@ -35,15 +34,15 @@ class OptimizerRows:
     """
 
     def __init__(self, shapes: Shapes, *, memory: StateMemory | None = None) -> None:
-        self.layout, self._memory = FlatRow(shapes), memory
-        elements = self.layout.elements
-        rows = _rows(elements) if memory is None else _rows_in(memory, elements)
-        self.masters, *self.moments = rows
+        self.layout, self._memory = FlatRow(shapes), memory or StateMemory()
+        shape = (self.layout.elements,)
+        rows = self._memory.tensors(dict.fromkeys(("masters", *MOMENTS), shape), MASTER_DTYPE)
+        self.masters, *self.moments = rows.values()
 
     @property
     def size_bytes(self) -> int:
         """Bytes of masters and moments."""
-        return sum(row.numel() * row.element_size() for row in (self.masters, *self.moments))
+        return sum(row.nbytes for row in (self.masters, *self.moments))
 
     @property
     def decayed_elements(self) -> int:
@@ -58,19 +57,4 @@ class OptimizerRows:
 
     def drop_pages(self) -> None:
         """Allow the tier to drop cached pages: the rows are not used for a while."""
-        if self._memory is not None:
-            self._memory.drop_pages()
-
-
-def _rows(elements: int) -> list[Tensor]:
-    """Return rows of zeros for masters and both moments in host memory of exactly their size."""
-    count = 1 + len(MOMENTS)
-    size_bytes = count * elements * MASTER_DTYPE.itemsize
-    memory = HostArena(size_bytes).tensor(0, (count, elements), MASTER_DTYPE)
-    return list(memory.unbind())
-
-
-def _rows_in(memory: StateMemory, elements: int) -> list[Tensor]:
-    """Return rows of zeros for masters and both moments in a tier."""
-    names = ("masters", *MOMENTS)
-    return [*memory.tensors(dict.fromkeys(names, (elements,)), MASTER_DTYPE).values()]
+        self._memory.drop_pages()

@@ -157,11 +157,15 @@ class ShardedState:
         the flattened parameter. Parameters of which it updates nothing are left out.
         """
         return {
-            name: _within(rows[self._keys[name]], self._updated(self._keys[name]))[
-                part.within
-            ].view(self._owned_shape(name))
+            name: self._updated_of(rows, self._keys[name])[part.within].view(
+                self._owned_shape(name)
+            )
             for name, part in self._updates.items()
         }
+
+    def _updated_of(self, rows: Rows, key: str) -> Tensor:
+        """Return what this rank updates of a row."""
+        return self._layouts[key].within(rows[key], self._updated(key))
 
     def owned_of(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return what this rank updates of a whole parameter, as :meth:`owned` does."""
@@ -171,10 +175,9 @@ class ShardedState:
         return {name: own.view(self._owned_shape(name))}
 
     def fill(self, rows: Rows, name: str, weight: Tensor) -> None:
-        """Copy a whole parameter to its place in ``rows``, which have all of it or a shard."""
+        """Copy what ``rows`` keep of a whole parameter to its place in them."""
         layout, row = self._layouts[self._keys[name]], rows[self._keys[name]]
-        is_whole = row.numel() == layout.padded_elements
-        part = layout.part(name, slice(0, layout.elements) if is_whole else layout.own)
+        part = layout.part(name, layout.kept(row))
         if part is not None:
             row[part.within].copy_(weight.reshape(-1)[part.elements])
 
@@ -246,7 +249,7 @@ class ShardedState:
         if self._is_tied:
             ends = self._mesh.groups.ends
             assert ends is not None, "ranks that share a parameter are connected"
-            own = _within(gradients[_TIED], self._updated(_TIED))
+            own = self._updated_of(gradients, _TIED)
             total = own.to(self._device)
             with peer_errors("adding up the embedding's gradients"):
                 dist.all_reduce(total, group=ends)
@@ -276,7 +279,7 @@ class ShardedState:
         if not self._mesh.is_distributed:
             return global_norm(self.owned(gradients), after_each=after_each)
         counted = [
-            _within(gradients[key], layout.own)
+            layout.within(gradients[key], layout.own)
             for key, layout in self._layouts.items()
             if key != _TIED or self._speaks_for_tied
         ]
@@ -306,11 +309,6 @@ class ShardedState:
             offsets=self.sharding.offsets(name),
             global_shape=self._whole_shapes[name],
         )
-
-
-def _within(row: Tensor, interval: slice) -> Tensor:
-    """Return an interval of a row; ``row`` is the whole row, or already only the interval."""
-    return row if row.numel() == interval.stop - interval.start else row[interval]
 
 
 def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:

@@ -62,6 +62,15 @@ class FlatRow:
         """Interval of this rank."""
         return slice(self.rank * self.shard_elements, (self.rank + 1) * self.shard_elements)
 
+    def kept(self, row: Tensor) -> slice:
+        """Return the interval of the whole row that ``row`` is: all of it, or that of this rank."""
+        return slice(0, row.numel()) if row.numel() == self.padded_elements else self.own
+
+    def within(self, row: Tensor, interval: slice) -> Tensor:
+        """Return an interval of the whole row, of which ``row`` is all, or that of this rank."""
+        begin = self.kept(row).start
+        return row[interval.start - begin : interval.stop - begin]
+
     def part(self, name: str, interval: slice) -> RowPart | None:
         """Return what an interval has of a parameter; None if nothing."""
         place = self._begins[name]
