@@ -31,6 +31,7 @@ from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.retained import RetainedTensors
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
@@ -351,7 +352,8 @@ class Engine:
         try:
             if loss_scale is not None:
                 self._prepare(step, units)
-            self._weights.begin(self._visits(schedule, units))
+            with peer_errors("beginning a step"):
+                self._weights.begin(self._visits(schedule, units))
             buffers = StageBuffers(
                 schedule,
                 rank=rank,

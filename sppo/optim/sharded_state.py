@@ -245,19 +245,21 @@ class ShardedState:
 
         Sums a tied embedding's gradient over the first and the last stage.
         """
-        self._end_reductions()
-        if self._is_tied:
-            ends = self._mesh.groups.ends
-            assert ends is not None, "ranks that share a parameter are connected"
-            own = self._updated_of(gradients, _TIED)
-            total = own.to(self._device)
-            with peer_errors("adding up the embedding's gradients"):
+        with peer_errors("adding up gradients"):
+            self._end_reductions()
+            if self._is_tied:
+                ends = self._mesh.groups.ends
+                assert ends is not None, "ranks that share a parameter are connected"
+                own = self._updated_of(gradients, _TIED)
+                total = own.to(self._device)
                 dist.all_reduce(total, group=ends)
-            own.copy_(total)
+                own.copy_(total)
 
     def gather(self, weights: Rows) -> None:
         """Fill the intervals of ``weights`` that other ranks updated, unless they keep shards."""
-        if self._zero < 3:
+        if self._zero >= 3:
+            return
+        with peer_errors("gathering weights"):
             for key, kind in self._kinds.items():
                 self._buckets[kind].gather(weights[key])
             self._end_reductions()

@@ -84,16 +84,14 @@ class HostCollectives:
         if self.group is None:
             return [value]
         found: list[Any] = [None] * self._count
-        with peer_errors(f"hearing from every rank{self._why}"):
-            dist.all_gather_object(found, value, group=self.group)
+        self._run("hearing from every rank", dist.all_gather_object, found, value)
         return found
 
     def broadcast(self, value: T | None) -> T:
         """Return the value of rank 0; values of other ranks are ignored."""
         if self.group is not None:
             box: list[Any] = [value]
-            with peer_errors(f"hearing what rank 0 decides, together with all ranks{self._why}"):
-                dist.broadcast_object_list(box, group_src=0, group=self.group)
+            self._run("hearing what rank 0 decides", dist.broadcast_object_list, box, group_src=0)
             value = box[0]
         assert value is not None, "rank 0 has something to say"
         return value
@@ -141,8 +139,7 @@ class HostCollectives:
         if self.group is None:
             return [done]
         found: list[Any] | None = [None] * self._count if self.rank == 0 else None
-        with peer_errors(f"telling rank 0{self._why}"):
-            dist.gather_object(done, found, group=self.group, group_dst=0)
+        self._run("telling rank 0", dist.gather_object, done, found, group_dst=0)
         return found or []
 
     def of_rank(self, error: BaseException, rank: int) -> BaseException:
@@ -195,9 +192,15 @@ class HostCollectives:
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        with peer_errors(f"{what}{self._why}"):
-            dist.all_reduce(tensor, op=how, group=self.group)
+        self._run(what, dist.all_reduce, tensor, op=how)
         return [float(value) for value in tensor]
+
+    def _run(
+        self, what: str, collective: Callable[..., object], *args: Any, **options: Any
+    ) -> None:
+        """Run a collective; the error of a lost peer says what was done, and why."""
+        with peer_errors(f"{what}{self._why}"):
+            collective(*args, group=self.group, **options)
 
 
 def portable(error: BaseException | None) -> BaseException | None:

@@ -48,8 +48,7 @@ class TokenMembers:
     def put_together(self, row: Tensor, layout: FlatRow) -> None:
         """Fill a row, of which each rank has its interval, with the intervals of other ranks."""
         if self._group is not None:
-            with peer_errors("putting a layer's weights together"):
-                all_gather(row, row[layout.own], group=self._group)
+            all_gather(row, row[layout.own], group=self._group)
 
     def own_rows(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a gradient's rows, as equal as possible, as a view."""

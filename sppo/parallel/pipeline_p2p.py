@@ -52,7 +52,8 @@ class PipelineLinks:
         self._groups, self._here = mesh.groups.edges, mesh.at.pipeline
         self._far = mesh.groups.pipeline
         self._under_way: dict[int, deque[MessageInFlight]] = {}
-        self._warm_up()
+        with peer_errors("sending first messages to the neighbours"):
+            self._warm_up()
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
         """Start to send a tensor, after waiting for old messages if too many are in flight.
@@ -67,10 +68,7 @@ class PipelineLinks:
         while len(under_way) >= _MOST_UNDER_WAY:
             under_way.popleft().wait()
         tensor = tensor.contiguous()
-        with peer_errors(f"sending {what}"):
-            work = dist.isend(
-                tensor, self._ranks[receiver], group=self._group(self._here, receiver)
-            )
+        work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._here, receiver))
         under_way.append(MessageInFlight(tensor, work, f"sending {what}"))
 
     def receive(
@@ -78,8 +76,7 @@ class PipelineLinks:
     ) -> MessageInFlight:
         """Post the receive of a tensor; messages of an edge arrive in the order of their sends."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        with peer_errors(f"asking for {what}"):
-            work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
+        work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
         return MessageInFlight(tensor, work, f"waiting for {what}")
 
     def wait_all(self) -> None:

@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.parallel.collectives import all_gather, reduce_scatter
 from sppo.parallel.flat_row import FlatRow
-from sppo.parallel.job.peer_errors import peer_errors
 
 
 class RowMessage:
@@ -44,7 +43,6 @@ class RowMessage:
     def __init__(self, key: str, layout: FlatRow, group: ProcessGroup, *, whole: Tensor) -> None:
         self.key, self.layout, self.whole, self._group = key, layout, whole, group
         self._work: Any = None
-        self._what = ""
 
     @property
     def size_bytes(self) -> int:
@@ -53,20 +51,17 @@ class RowMessage:
 
     def gather(self, shard: Tensor) -> RowMessage:
         """Start to fill the row with the shards of all ranks; return this message."""
-        self._what = f"gathering {self.key}"
-        with peer_errors(self._what):
-            self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
+        self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
         return self
 
     def reduce(self) -> None:
         """Start to sum the row over the ranks; afterwards only this rank's interval is defined."""
-        self._what, own = f"reducing the gradients of {self.key}", self.whole[self.layout.own]
+        own = self.whole[self.layout.own]
         self._work = reduce_scatter(own, self.whole, group=self._group, async_op=True)
 
     def wait(self) -> Tensor:
         """Wait until the message is done, and return the row."""
-        with peer_errors(self._what):
-            self._work.wait()
+        self._work.wait()
         return self.whole
 
 
@@ -116,8 +111,7 @@ class RowBuckets:
         for part_RN in self._parts(row):
             own_N = part_RN[self._rank].to(self._device)
             bucket_RN = own_N.new_empty(part_RN.shape)
-            with peer_errors("gathering weights"):
-                work = all_gather(bucket_RN.view(-1), own_N, group=self._group, async_op=True)
+            work = all_gather(bucket_RN.view(-1), own_N, group=self._group, async_op=True)
             self._under_way.append((work, partial(part_RN.copy_, bucket_RN)))
 
     def wait(self) -> None:
@@ -128,8 +122,7 @@ class RowBuckets:
         """Wait until at most ``most`` buckets are in flight."""
         while len(self._under_way) > most:
             work, finish = self._under_way.popleft()
-            with peer_errors("reducing gradients or gathering weights"):
-                work.wait()
+            work.wait()
             finish()
 
     def _parts(self, row: Tensor) -> Iterator[Tensor]:

@@ -5,7 +5,6 @@ from math import prod
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
@@ -13,9 +12,6 @@ from sppo.engine.providers.gradients import gradients_of
 from sppo.engine.providers.part_rows import PartRows
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
-from sppo.parallel import row_messages
-from sppo.parallel.flat_row import FlatRow
-from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.row_messages import RowMessage
 from tests.engine.models import random_weights, tiny_model
 from tests.engine.providers.rows import layouts_of, rows_of
@@ -134,13 +130,3 @@ def test_parameters_of_rows_that_stay_are_viewed_once():
     layouts = layouts_of(parameter_shapes(model))
     parameters = PartRows(rows_of(random_weights(model), layouts), layouts, {})
     assert all(parameters[name] is view for name, view in parameters.items())
-
-
-def test_the_error_of_a_lost_peer_names_what_was_reduced():
-    layout = FlatRow({"embed.weight": (2, 2)})
-    message = RowMessage("embed.weight", layout, mock.Mock(), whole=torch.zeros(4))
-    gone = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("Connection closed by peer")))
-    with mock.patch.object(row_messages, "reduce_scatter", return_value=gone):
-        message.reduce()
-    with pytest.raises(PeerLostError, match=r"^reducing the gradients of embed\.weight: "):
-        message.wait()
