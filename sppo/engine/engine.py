@@ -15,7 +15,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor
-from sppo.engine.msp.providers import BorrowedMemory, ShardProviders
+from sppo.engine.msp.providers import ShardProviders
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.providers.gradients import GradientProvider
 from sppo.engine.providers.part_rows import PartRows, WeightPart
@@ -164,14 +164,12 @@ class Engine:
             index: stage(layers=layers, providers=self._whole, input_every=pipeline.input_every)
             for index, layers in pipeline.layers(model.num_layers).items()
         }
-        self._shards: dict[int, ShardProviders] = {}
         self._shard_stages: dict[int, Stage] = {}
         if pipeline.msp_links is None:
             return
         assert model is self._model, "with Megatron no unit is cut: checked before training"
         for index, layers in enumerate(pipeline.all_layers(model.num_layers)):
-            self._shards[index] = ShardProviders(self._whole)
-            self._shard_stages[index] = stage(layers=layers, providers=self._shards[index])
+            self._shard_stages[index] = stage(layers=layers, providers=ShardProviders(self._whole))
 
     @torch.no_grad()
     def accumulate(
@@ -295,11 +293,6 @@ class Engine:
         for held in (self._store.retained.held, self._kv.held):
             held.reset_peak()
         return peaks
-
-    @property
-    def most_shards_held(self) -> dict[int, BorrowedMemory]:
-        """Peak memory that this rank held for MSP shards of other ranks' stages, by stage."""
-        return {index: providers.most_held for index, providers in self._shards.items()}
 
     def take_copies(self) -> CopyReport:
         """Return the report of copies of offloaded tensors since the last call."""

@@ -57,7 +57,6 @@ class StepResult:
     program: tuple[str, ...]
     peaks: Any
     """Bytes that the engine held at most."""
-    shards_held: Any
     """By stage, what was held at most to compute pieces of its units."""
     copies: Any
     """What moved to the other tier and back."""
@@ -202,7 +201,6 @@ class _Rank:
             tuple(str(executed.action) for executed in done.trace),
             tuple(map(str, done.schedule.programs[self._mesh.at.pipeline])),
             self._engine.take_peaks(),
-            self._engine.most_shards_held,
             self._engine.take_copies(),
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,16 +22,6 @@ from sppo.engine.providers.gradients import gradients_of
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
 from sppo.model.gradients import GradientSink
-from sppo.offload.held_bytes import HeldBytes
-
-
-@dataclass(frozen=True, slots=True)
-class BorrowedMemory:
-    """Peak memory that a rank held of one stage of another rank."""
-
-    weights_bytes: int
-    kv_bytes: int
-    """Bytes of keys and values and their gradients."""
 
 
 class ShardProviders(StageProviders):
@@ -57,12 +46,6 @@ class ShardProviders(StageProviders):
         )
         self._shapes = layer_shapes(whole.model)
         self._ahead: dict[int, SharedKV] = {}
-        self._borrowed_weights, self._borrowed_kv = HeldBytes(), HeldBytes()
-
-    @property
-    def most_held(self) -> BorrowedMemory:
-        """Peak memory held for the stage of another rank."""
-        return BorrowedMemory(self._borrowed_weights.peak, self._borrowed_kv.peak)
 
     def begin(self, unit: Unit, layers: Sequence[int], *, forward: bool) -> None:
         """Start to send the layers to all shards; in forward, with keys and values ahead."""
@@ -80,7 +63,6 @@ class ShardProviders(StageProviders):
             own=self.own_weights,
             shapes=self._shapes,
             beside=prefix,
-            borrowed=self._borrowed_weights,
         )
 
     @contextmanager
@@ -142,10 +124,5 @@ class ShardProviders(StageProviders):
         return shard.exchange.scatter(parts, own)
 
     def _shared_kv(self, shard: MspShard, layer: int) -> SharedKV:
-        return SharedKV(
-            shard,
-            layer=layer,
-            window=self.model.window_of(layer),
-            store=self.kv_store,
-            borrowed=self._borrowed_kv,
-        )
+        window = self.model.window_of(layer)
+        return SharedKV(shard, layer=layer, window=window, store=self.kv_store)

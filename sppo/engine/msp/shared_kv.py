@@ -19,7 +19,6 @@ from torch import Tensor
 from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.msp.shard import MspShard
 from sppo.kernels.elementwise import accumulation_dtype
-from sppo.offload.held_bytes import HeldBytes
 
 
 class SharedKV(StoredKV):
@@ -30,7 +29,6 @@ class SharedKV(StoredKV):
         layer: Index of the layer in the model.
         window: Number of keys that a query sees, its own included; None for all.
         store: KV store of this rank; the owner's has the prefix.
-        borrowed: Counter of the bytes of keys, values and their gradients on a borrower.
     """
 
     def __init__(
@@ -40,13 +38,11 @@ class SharedKV(StoredKV):
         layer: int,
         window: int | None,
         store: KVStore,
-        borrowed: HeldBytes,
     ) -> None:
         super().__init__(store, layer, shard.sequence, shard.span)
         self._shard, self._exchange = shard, shard.exchange
         self.first_key = 0 if window is None else max(0, shard.span.start - window + 1)
         self._prefix_keys = shard.span.start - self.first_key
-        self._borrowed = borrowed
         self._kv: tuple[Tensor, Tensor] | None = None
 
     def prefix(self) -> tuple[Tensor, ...]:
@@ -103,14 +99,11 @@ class SharedKV(StoredKV):
                 unit.copy_(total[self.span.start :])
             self._exchange.from_owner(unit)
             found.append(unit)
-        self._let_go(dk_TKD, dv_TKD)
         dk, dv = (self._shard.take(unit) for unit in found)
         return dk, dv
 
     def release(self) -> None:
         """Free the layer's keys and values on a borrower."""
-        if self._kv is not None:
-            self._let_go(*self._kv)
         self._kv = None
 
     def _gathered(self, own_cKD: Tensor) -> Tensor:
@@ -136,11 +129,4 @@ class SharedKV(StoredKV):
     def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return two new tensors ``[T, K, D]``."""
         tokens = self.span.end - self.first_key
-        pair = self.store.empty(tokens, dtype), self.store.empty(tokens, dtype)
-        if not self._exchange.is_owner:
-            self._borrowed.add(sum(tensor.nbytes for tensor in pair))
-        return pair
-
-    def _let_go(self, *tensors: Tensor) -> None:
-        if not self._exchange.is_owner:
-            self._borrowed.add(-sum(tensor.nbytes for tensor in tensors))
+        return self.store.empty(tokens, dtype), self.store.empty(tokens, dtype)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import WeightProvider
-from sppo.offload.held_bytes import HeldBytes
 from sppo.parallel.msp_exchange import MspExchange
 
 
@@ -35,7 +34,6 @@ class SharedWeights:
             type and device.
         shapes: Shapes of a layer's parameters by local name.
         beside: Function that maps a layer to further tensors to broadcast with its weights.
-        borrowed: Counter of the bytes of weights on a borrower.
     """
 
     def __init__(
@@ -46,11 +44,10 @@ class SharedWeights:
         own: WeightProvider,
         shapes: Mapping[str, tuple[int, ...]],
         beside: Callable[[int], Sequence[Tensor]],
-        borrowed: HeldBytes,
     ) -> None:
         self._exchange, self._order = exchange, deque(layers)
         self._own, self._layout = own, exchange.members.layout(shapes)
-        self._beside, self._borrowed = beside, borrowed
+        self._beside = beside
         self._coming: deque[tuple[int, Tensor, list[Any]]] = deque()
         self._in_use: dict[str, Tensor] = {}
         self._send_next()
@@ -69,24 +66,18 @@ class SharedWeights:
 
     def release(self, part: WeightPart) -> None:
         """Release the layer taken last; a borrower frees it even if the stage holds the dict."""
-        if self._in_use and not self._exchange.is_owner:
-            self._borrowed.add(-self._row_bytes)
         self._in_use.clear()
 
     def _send_next(self) -> None:
         if not self._order:
             return
         layer = self._order.popleft()
-        if self._exchange.is_owner:
-            row = self._own.row(layer)  # padded for more ranks, so at least as long
-        else:
-            row = torch.empty(
-                self._layout.padded_elements, dtype=self._own.dtype, device=self._own.device
-            )
-            self._borrowed.add(self._row_bytes)
+        # The owner's row is padded for more ranks, so at least as long.
+        row = self._own.row(layer) if self._exchange.is_owner else self._empty_row()
         works = self._exchange.send_ahead([row[self._layout.own], *self._beside(layer)])
         self._coming.append((layer, row, works))
 
-    @property
-    def _row_bytes(self) -> int:
-        return self._layout.padded_elements * self._own.dtype.itemsize
+    def _empty_row(self) -> Tensor:
+        """Return memory for a layer's weights on a borrower."""
+        own = self._own
+        return torch.empty(self._layout.padded_elements, dtype=own.dtype, device=own.device)

@@ -3,6 +3,7 @@
 :mod:`tests.random_training.pinned_cases` has those.
 """
 
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -10,12 +11,14 @@ from math import prod
 from unittest import mock
 
 import pytest
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS
 from sppo.cost.parameters import layer_shapes
 from sppo.engine.msp.shard import MspShard
 from sppo.engine.msp.shared_kv import SharedKV
+from sppo.engine.msp.weights import SharedWeights
 from tests.random_training.case import Shape
 from tests.random_training.emulated_ranks import Distributed
 from tests.random_training.pinned_cases import MSP, case
@@ -46,6 +49,31 @@ def test_units_of_the_pinned_cases_are_cut(name, tmp_path):
     assert {0, last} <= found <= {*range(leg.pp), *range(last - leg.pp + 1, last + 1)}
 
 
+class Borrowed:
+    """Most bytes alive at once of what borrowers allocate, by kind, borrower and owner."""
+
+    def __init__(self):
+        self._alive = defaultdict(list)
+        self.most_bytes = Counter()
+
+    def counting(self, kind, allocate):
+        def call(self_, *arguments):
+            made = allocate(self_, *arguments)
+            exchange = self_._exchange
+            if not exchange.is_owner:
+                self._note(kind, exchange, made if isinstance(made, tuple) else (made,))
+            return made
+
+        return call
+
+    def _note(self, kind, exchange, tensors):
+        key = kind, exchange._ranks[exchange.shard_index], exchange._ranks[exchange.owner]
+        self._alive[key] += [(StorageWeakRef(t.untyped_storage()), t.nbytes) for t in tensors]
+        self._alive[key] = [pair for pair in self._alive[key] if not pair[0].expired()]
+        held = sum(size for _, size in self._alive[key])
+        self.most_bytes[key] = max(self.most_bytes[key], held)
+
+
 @pytest.mark.parametrize(
     "setting", [(4, 1, None), (2, 1, 4), *exhaustive((2, 1, None), (3, 2, None))], ids=str
 )
@@ -64,18 +92,20 @@ def test_what_a_helper_holds_of_others(setting):
     prefix_bytes = 2 * seen * (2 // sp) * 6 * (element_bytes + element_bytes)
     model = one.model.config()
     layer_bytes = element_bytes * sum(map(prod, layer_shapes(model).values()))
-    mesh = one.legs[0].mesh_shape(model)
-    helped = 0
-    for rank, steps in enumerate(results_of(one)):
-        own = mesh.coordinates(rank).pipeline
-        for stage, held in steps[-1].shards_held.items():
-            if stage == own:
-                assert held.kv_bytes == held.weights_bytes == 0
-                continue
-            assert held.weights_bytes <= min(BORROWED_LAYERS, layers) * layer_bytes
-            assert held.kv_bytes <= prefix_bytes
-            helped += held.weights_bytes > 0
-    assert helped == pp * (pp - 1) * sp
+    borrowed, most = Borrowed(), {"weights": min(BORROWED_LAYERS, layers) * layer_bytes}
+    with (
+        mock.patch.object(
+            SharedWeights,
+            "_empty_row",
+            borrowed.counting("weights", SharedWeights._empty_row),
+        ),
+        mock.patch.object(SharedKV, "_empty", borrowed.counting("kv", SharedKV._empty)),
+    ):
+        results_of(one)
+    for (kind, *_), held in borrowed.most_bytes.items():
+        assert held <= most.get(kind, prefix_bytes)
+    helped = [pair for kind, *pair in borrowed.most_bytes if kind == "weights"]
+    assert len(helped) == pp * (pp - 1) * sp
 
 
 class NoIndices(TorchDispatchMode):
