@@ -44,47 +44,31 @@ def wait_with_timeout(
     Raises:
         RuntimeError: The device failed.
     """
-    question = _Question(cuda, device, streams, marks)
-    threading.Thread(target=question.ask, name="sppo device", daemon=True).start()
-    while not question.answered.wait(
-        max(0.0, question.moved_s + stall_timeout_s - time.monotonic())
-    ):
-        if time.monotonic() >= question.moved_s + stall_timeout_s:
-            question.given_up = True
-            return False
-    if question.error is not None:
-        raise question.error
-    return True
+    left, answered, given_up = deque(marks), threading.Event(), threading.Event()
+    moved_s, failures = [time.monotonic()], list[Exception]()
 
-
-class _Question:
-    """Query, run in a thread, whether a device has done the work issued to some streams."""
-
-    def __init__(
-        self, cuda: Any, device: torch.device, streams: Sequence[Any], marks: Sequence[Any]
-    ) -> None:
-        self._cuda, self._device, self._streams = cuda, device, streams
-        self._left = deque(marks)
-        self.answered = threading.Event()
-        self.error: Exception | None = None
-        self.moved_s = time.monotonic()
-        """Time at which the device was last seen to have reached a mark, by ``time.monotonic``."""
-        self.given_up = False
-        """True if the caller has stopped waiting for the answer."""
-
-    def ask(self) -> None:
+    def ask() -> None:
         try:
-            self._cuda.set_device(self._device)  # a new thread starts on the first device
-            for stream in self._streams:
-                event = self._cuda.Event()
+            cuda.set_device(device)  # a new thread starts on the first device
+            for stream in streams:
+                event = cuda.Event()
                 event.record(stream)
-                self._left.append(event)
-            while self._left and not self.given_up:
-                if self._left[0].query():
-                    self._left.popleft()
-                    self.moved_s = time.monotonic()
+                left.append(event)
+            while left and not given_up.is_set():
+                if left[0].query():
+                    left.popleft()
+                    moved_s[0] = time.monotonic()
                 else:
                     time.sleep(_ASK_EVERY_S)
         except Exception as error:
-            self.error = error
-        self.answered.set()
+            failures.append(error)
+        answered.set()
+
+    threading.Thread(target=ask, name="sppo device", daemon=True).start()
+    while not answered.wait(max(0.0, moved_s[0] + stall_timeout_s - time.monotonic())):
+        if time.monotonic() >= moved_s[0] + stall_timeout_s:
+            given_up.set()
+            return False
+    if failures:
+        raise failures[0]
+    return True
