@@ -36,8 +36,6 @@ class RankEnd:
         stopped: Whether the launcher ended the process because another rank had failed.
         note: Last entry of the rank's flight record; None if there is none.
         last_lines: Last lines of the rank's output; empty if the user has seen the output.
-        collective_timed_out: Whether the output says that NCCL's watchdog ended the rank; None if
-            the output was not kept.
     """
 
     rank: int
@@ -46,7 +44,6 @@ class RankEnd:
     stopped: bool
     note: ProgressNote | None
     last_lines: tuple[str, ...] = ()
-    collective_timed_out: bool | None = None
 
     @property
     def failed_s(self) -> float:
@@ -91,8 +88,6 @@ class RankEnd:
 
         Without seconds if the rank used a connection on which an earlier wait had timed out.
         """
-        if self.was_aborted and self.collective_timed_out:
-            return "timed out in NCCL"
         if self.note is None or self.note.state != "peer_lost":
             return None
         found = re.search(r"timed out( after [\d.]+ s)?", self.message)
@@ -178,8 +173,7 @@ def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
     made no progress for the longest time, since before the first other rank timed out.
     """
     lost = [end for end in ends if end.timeout is not None]
-    crashed = (end.was_aborted and end.collective_timed_out is False for end in ends)
-    if not lost or any(end.returncode and end.distance == 0 for end in ends) or any(crashed):
+    if not lost or any(end.returncode and end.distance < 2 for end in ends):
         return None
     gave_up_s = min(end.failed_s for end in lost)
     still = [(end.note.changed_s, end) for end in ends if end.stopped and end.note is not None]
@@ -204,8 +198,6 @@ def _how(end: RankEnd) -> str:
     name = signal_name(-end.returncode)
     if name == "SIGKILL" and not end.stopped:
         return "was killed by SIGKILL, which is also what a system short of memory sends,"
-    if end.was_aborted and end.collective_timed_out:
-        return "was ended by NCCL, whose work did not end in time,"
     return f"was killed by {name}"
 
 

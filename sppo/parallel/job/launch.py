@@ -41,9 +41,6 @@ _GIVE_UP_S = 30.0
 """Seconds from SIGKILL until the launcher stops waiting for a process that does not end."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
-_WATCHDOG_BYTES = 1 << 20
-_WATCHDOG_SIGN = b"Watchdog caught collective operation timeout"
-"""Part of the line that torch's watchdog prints before it ends a process; stacks may follow it."""
 _SHARED_MEMORY = "/dev/shm"
 _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 
@@ -258,8 +255,10 @@ class _Job:
 
 def _end_of(child: _Child) -> RankEnd:
     """Return how a rank ended; a rank that could not be killed counts as killed."""
-    code, output = child.process.returncode, child.output
-    said = "" if output is None else _last_bytes(output, _LAST_BYTES).decode(errors="replace")
+    code, output, said = child.process.returncode, child.output, ""
+    if output is not None:
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
+        said = output.read().decode(errors="replace")
     return RankEnd(
         rank=child.rank,
         returncode=-signal.SIGKILL if code is None else code,
@@ -267,13 +266,4 @@ def _end_of(child: _Child) -> RankEnd:
         stopped=child.stopped,
         note=read_progress(_path_of(child.record)),
         last_lines=tuple(said.rstrip().splitlines()[-_LAST_LINES:]),
-        collective_timed_out=None
-        if output is None
-        else _WATCHDOG_SIGN in _last_bytes(output, _WATCHDOG_BYTES),
     )
-
-
-def _last_bytes(output: IO[bytes], count: int) -> bytes:
-    size = output.seek(0, os.SEEK_END)
-    output.seek(max(0, size - count))
-    return output.read()

@@ -168,7 +168,6 @@ def end(
     message: str = "",
     stopped: bool = False,
     last_lines: tuple[str, ...] = (),
-    collective_timed_out: bool | None = None,
 ) -> RankEnd:
     note = None
     if state is not None:
@@ -181,7 +180,7 @@ def end(
             changed_s=at_s,
             message=message,
         )
-    return RankEnd(rank, returncode, ended_s, stopped, note, last_lines, collective_timed_out)
+    return RankEnd(rank, returncode, ended_s, stopped, note, last_lines)
 
 
 @pytest.mark.parametrize(
@@ -297,26 +296,10 @@ def test_ranks_that_all_timed_out_leave_the_first_to_blame():
     assert failure_report(ends, first=first_failure(ends), asked=[]).startswith("error: rank 1 of")
 
 
-def test_the_rank_for_which_nccl_ended_others_is_to_blame():
-    ends = [
-        end(0, -6, ended_s=18),
-        end(1, -9, stopped=True, at_s=9, ended_s=30),
-        end(2, -6, ended_s=19, collective_timed_out=True),
-    ]
-    lines = failure_report(ends, first=first_failure(ends), asked=[]).splitlines()
-    assert lines == [
-        "error: rank 1 of 3 did not answer, and rank 2 timed out in NCCL: rank 1 was running at "
-        "step 3, action 7 of 40 (0F2), for 21 s",
-        "  rank 0 was killed by SIGABRT at step 3, action 7 of 40 (0F2)",
-        "  rank 2 was ended by NCCL, whose work did not end in time, at step 3, action 7 of 40 "
-        "(0F2)",
-    ]
-
-
 def test_a_rank_that_a_library_aborted_is_to_blame():
     ends = [
         end(0, -9, stopped=True, at_s=9, ended_s=30),
-        end(1, -6, ended_s=18, collective_timed_out=False),
+        end(1, -6, ended_s=18),
         end(2, 1, state="peer_lost", at_s=19, message="step 3: timed out after 8 s"),
     ]
     report = failure_report(ends, first=first_failure(ends), asked=[])
