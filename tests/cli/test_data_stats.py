@@ -36,17 +36,6 @@ def test_table(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "all labels count" not in text
 
 
-def test_documents_of_one_token_have_no_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    np.save("one.npy", np.zeros(1, np.int64))
-    prepare_tokens([Path("one.npy")], tokenizer="ids", out=Path("tokens"))
-    text = succeed("data", "stats", "tokens")
-    assert "no labels: no document has two tokens, so there is nothing to train on" in text
-    assert "all labels count" not in text
-
-
 def test_json(data: Path) -> None:
     found = json.loads(succeed("data", "stats", data, "--json"))
     assert found["num_counting_labels"] == 180

@@ -101,11 +101,6 @@ def test_cut_stages_of_a_deep_pipeline(run):
     assert "more kinds of ranks; --json lists all" in succeed("estimate", *words)
 
 
-def test_a_wrong_request_ends_with_2(run):
-    message = refuse("estimate", run, "parallel.pipeline_parallel_degree=17")
-    assert "needs 17 devices, and h100 has 8" in one_line(message)
-
-
 def test_a_plan_is_no_run_file(run):
     succeed("solve", run, "-o", "plan.json")
     error = refuse("estimate", "plan.json")

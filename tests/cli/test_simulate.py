@@ -201,16 +201,6 @@ def plan(plan_text, tmp_path, monkeypatch):
     Path("plan.json").write_text(plan_text)
 
 
-@pytest.mark.usefixtures("plan")
-def test_values_of_the_rank_table_stay_on_one_line(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = succeed("simulate", "plan.json").splitlines()
-    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
-    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
-    assert all(row[-1] in {"GiB", "MiB"} for row in rows)
-    assert not any("…" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

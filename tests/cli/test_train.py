@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -18,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from sppo.checkpoint import checkpoint
+from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.report.metrics import JsonlSink
 from sppo.training import preflight, report, trainer
+from sppo.training.run_directory import locked_output
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 from tests.tiers import exhaustive
 
@@ -76,12 +77,6 @@ def test_not_enough_memory(work, monkeypatch):
     assert "64.0 KiB are available" in error
 
 
-def test_what_the_loss_is_made_of_is_said(work):
-    text = succeed("train", "run.yaml", "train.label_smoothing=0.1", "train.z_loss=1e-4")
-    terms = "label smoothing 0.1 and z-loss 0.0001"
-    assert f"loss      cross entropy with {terms}; sppo eval reports the cross entropy" in text
-
-
 def test_a_context_longer_than_the_weights_have_seen_is_said_and_exported(work, caplog):
     succeed("train", "run.yaml", "model.max_positions=32", "train.steps=1")
     succeed("convert", "to-hf", "out", "exported")
@@ -97,13 +92,14 @@ def test_a_context_longer_than_the_weights_have_seen_is_said_and_exported(work, 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of four steps with checkpoints after two and four."""
+    """A run of four steps with checkpoints after two and four, and what it has printed."""
     directory = tmp_path_factory.mktemp("finished")
     write_tokens(directory / "tokens")
-    write_run(directory / "run.yaml", checkpoint={"every": 2})
+    terms = {"label_smoothing": 0.1, "z_loss": 1e-4}
+    write_run(directory / "run.yaml", checkpoint={"every": 2}, train=terms)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        succeed("train", "run.yaml", paints=True)
+        (directory / "screen").write_text(succeed("train", "run.yaml", paints=True))
     return directory
 
 
@@ -140,21 +136,21 @@ def before_line(monkeypatch, do: Callable[[int], None]) -> None:
     monkeypatch.setattr(JsonlSink, "write", written)
 
 
-def test_the_lock_is_held_while_training(work, monkeypatch):
-    held = []
+def test_another_run_is_refused_while_one_trains(work, monkeypatch):
+    run, held = load_run("run.yaml"), []
 
     def look(step):
-        with open("out/.lock", "a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                held.append(step)
+        before = tree(work / "out")
+        with pytest.raises(ValueError, match="in use by another run"), locked_output(run):
+            pass
+        assert tree(work / "out") == before
+        held.append(step)
 
     before_line(monkeypatch, look)
     succeed("train", "run.yaml")
     assert held == [1, 2, 3, 4]
-    with open("out/.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with locked_output(run):
+        pass
 
 
 # A full disk
@@ -288,8 +284,10 @@ def test_files_of_a_run(trained):
     assert {path.name for path in out.iterdir()} == names
 
 
-def test_the_screen(work):
-    text = succeed("train", "run.yaml")
+def test_the_screen(finished):
+    text = (finished / "screen").read_text()
+    terms = "label smoothing 0.1 and z-loss 0.0001"
+    assert f"loss      cross entropy with {terms}; sppo eval reports the cross entropy" in text
     for start in ("model ", "data ", "cut ", "policy ", "output ", "step 1/4 | loss ", "step 4/4 "):
         assert any(line.startswith(start) for line in text.splitlines()), start
     assert "20 sequences of 64 an epoch" in text

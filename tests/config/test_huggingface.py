@@ -351,12 +351,6 @@ def test_models_that_no_family_holds(changes, words):
         assert word in str(error.value)
 
 
-def test_unknown_dtype():
-    model = ModelConfig.model_validate(PRESETS["tiny-test"])
-    with pytest.raises(ValueError, match="fp16, bf16, fp32, fp64"):
-        hf_config(model, dtype="int8")
-
-
 # Against transformers
 
 

@@ -143,14 +143,6 @@ def test_a_hundred_problems_fit_one_screen_and_are_all_there():
     assert max(map(len, lines)) < 300
 
 
-def test_long_boundaries_are_shown_in_part():
-    cuts = list(range(1000))
-    raw = {**RUN, "sequence": {"length": 64, "boundaries": cuts}}
-    with pytest.raises(ConfigError) as caught:
-        check_run(raw, source="run.yaml")
-    assert len(str(caught.value)) < 200
-
-
 # Sections
 
 

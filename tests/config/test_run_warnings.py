@@ -2,7 +2,6 @@
 
 import pytest
 
-import sppo
 from sppo.config import load_run
 from sppo.config.rules import run_warnings
 from tests.conftest import succeed
@@ -49,12 +48,3 @@ def test_positions_beyond_those_of_a_preset(length, model, advice):
 def test_every_command_says_them(work, caplog, command):
     succeed(*command.split(), "model.max_positions=32")
     assert "warning: sequence.length 64 is beyond the 32 positions" in caplog.text
-
-
-def test_every_function_that_plans_says_them(caplog):
-    model, data = {"preset": "tiny-test", "max_positions": 32}, {"tokens": "tokens"}
-    run = sppo.load_run({"model": model, "data": data, "sequence": {"length": 64}})
-    for plan in (sppo.solve, sppo.estimate, sppo.simulate):
-        caplog.clear()
-        plan(run)
-        assert "sequence.length 64 is beyond the 32 positions" in caplog.text

@@ -59,18 +59,3 @@ def test_refused_where_one_is_longer(documents, length):
         str(caught.value)
     )
     assert f"raise sequence.length to {longest}, or" in str(caught.value)
-
-
-def test_a_document_is_cut_with_one_token_shared():
-    #           0 | 1 ... 7: six inputs, six labels
-    table = table_of([1, 7], length=4, longer="cut")
-    assert table.starts.tolist() == [1, 5]
-    assert table.lengths.tolist() == [4, 2]
-    assert label_positions(table) == [2, 3, 4, 5, 6, 7]
-    assert table.starts.dtype == table.lengths.dtype == np.int64
-
-
-def test_no_samples_at_all():
-    for longer in ("cut", "drop", "refuse"):
-        table = table_of([1, 1], length=4, longer=longer)
-        assert (table.num_samples, table.num_left_out) == (0, 2)

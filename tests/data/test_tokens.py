@@ -65,11 +65,6 @@ def test_the_narrowest_type_that_holds_the_vocabulary(tmp_path, largest, dtype):
     assert data.meta.max_id == largest
 
 
-def test_missing_directory(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere: no such directory; .*sppo data prepare"):
-        open_tokens(tmp_path / "nowhere")
-
-
 def _append(path):
     path.write_bytes(path.read_bytes() + bytes(16))
 

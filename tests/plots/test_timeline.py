@@ -23,17 +23,6 @@ def test_a_measured_timeline_has_the_same_numbers_as_the_simulated_one():
     assert timeline_report(measured)["device_peak_bytes"] == [0, 0]
 
 
-def test_the_report_has_what_the_command_line_promises():
-    report = timeline_report(play(make("sppo", p=4, n=8, m=1)))
-    assert report["makespan_s"] == 33
-    assert report["bubble_fraction"] == pytest.approx(9 / 33)
-    assert report["bubble_ratio"] == pytest.approx(3 / 8)
-    assert report["peak_in_flight"] == report["device_peak_bytes"] == [8, 8, 8, 8]
-    assert report["idle_s"] == [9, 9, 9, 9]
-    assert report["exposed_copy_s"] == [0, 0, 0, 0]
-    assert report["device_peak_bytes_by_bucket"]["activations"] == [8, 8, 8, 8]
-
-
 def test_memory_over_time_has_one_value_per_moment():
     track = play(make("seq1f1b", p=2, n=2, m=4)).ranks[0].memory["total"]
     assert np.all(np.diff(track.times_s) > 0)

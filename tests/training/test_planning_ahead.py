@@ -22,7 +22,6 @@ from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
 from tests.training.jobs import records
 from tests.training.whole_runs.test_parallel_runs import (
-    alone,
     overrides,
     train_as,
     write_samples,
@@ -194,14 +193,6 @@ def watched_plans():
         yield found
 
 
-def kill_in(step, plans):
-    def kill(now):
-        if now == step:
-            os.kill(plans[0]._worker.pid, signal.SIGKILL)
-
-    return kill
-
-
 @pytest.fixture
 def job(work):
     (work / "tokens").rename(work / "other tokens")
@@ -219,15 +210,6 @@ def in_line_on_two(tmp_path_factory, ranks):
     write_samples(directory, {"samples_per_step": 6, "steps": STEPS})
     on_two_ranks(ranks, directory, **IN_LINE)
     return directory / "in line"
-
-
-@pytest.mark.exhaustive
-def test_a_run_whose_process_is_killed(job):
-    alone(job, overrides((1, 1, 1), STEPS, **IN_LINE))
-    with watched_plans() as plans, each_step(kill_in(2, plans)):
-        alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "ahead"}))
-    assert plans[0]._failures == 1
-    assert_same_training(job / "ahead", job / "in line")
 
 
 def as_rank(rank, directory, arguments, planned_otherwise_by):

@@ -48,16 +48,6 @@ def test_not_writable_as_the_system_says(work, run, monkeypatch):
         check_output(run)
 
 
-def test_two_runs_in_one_directory(run):
-    with locked_output(run) as output:
-        before = tree(output)
-        with pytest.raises(ValueError, match="in use by another run"), locked_output(run):
-            pass
-        assert tree(output) == before
-    with locked_output(run):
-        pass
-
-
 def test_a_run_that_came_between_looking_and_locking(run, run_file):
     other = load_run(run_file(optimizer={"lr": 0.5}))
     check_output(run)

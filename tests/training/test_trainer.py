@@ -1,6 +1,7 @@
 """Training loop against ordinary training with torch's own parts."""
 
 import io
+from statistics import median
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sppo.training.preflight import preflight
 from sppo.training.state import starting_weights
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_loss
-from tests.training.jobs import job_alone, records, train_alone
+from tests.training.jobs import job_alone, records, summary, train_alone
 
 pytestmark = pytest.mark.usefixtures("work")
 
@@ -99,13 +100,21 @@ def test_rates_and_tokens_of_a_step(run_file):
 
 
 def test_what_a_call_reports(run_file):
-    first, steps, screen = train(load_run(run_file()))
+    screen = io.StringIO()
+    first = train_alone(load_run(run_file()), console=Console(file=screen), reports=True)
+    steps, told = records(first.output), summary(first.output)
     assert steps[0]["mfu"] is steps[0]["hfu"] is None, "a CPU's peak is shared"
     assert (first.first_step, first.done_steps, first.interrupted_by) == (0, 4, None)
     assert len(first.phases_s) == 4
     assert all(min(phases_s) > 0 for phases_s in first.phases_s)
     assert 0 < first.base.held_bytes <= first.peak_bytes
     assert first.wall_s > sum(map(sum, first.phases_s))
-    assert len(screen.splitlines()) == 4
+    assert screen.getvalue().count("\nstep ") == 3
+    for place, phase in enumerate(("forward", "backward", "data and update")):
+        measured, planned = (
+            median(of_step[place] for of_step in steps_s)
+            for steps_s in (first.phases_s, first.planned_phases_s)
+        )
+        assert told["phases_s"][phase] == {"predicted": planned, "measured": measured}
     second, _, _ = train(load_run(run_file(train={"steps": 6})))
     assert (second.first_step, second.done_steps, len(second.phases_s)) == (4, 6, 2)

@@ -16,9 +16,8 @@ from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import trainer
-from sppo.training.job import mesh_shape
 from sppo.training.preflight import preflight
-from sppo.training.start import check_inputs, followed_plan
+from sppo.training.start import followed_plan
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
 from tests.training.jobs import job_alone, losses, records, train_rank
@@ -241,31 +240,6 @@ def test_steps_that_are_not_finite_are_skipped(ranks, work, run_file, zero):
     steps = records(work / "nan")
     assert [step["skipped"] for step in steps] == [False, True, True]
     assert [step["grad_norm"] is None for step in steps] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("fields", "degree", "says"),
-    [
-        (
-            {"num_heads": 6, "num_kv_heads": 6, "head_size": 8},
-            4,
-            "6 query heads cannot be sharded evenly",
-        ),
-        (
-            {"num_heads": 12, "num_kv_heads": 4, "head_size": 8},
-            6,
-            "must divide the 4 key/value heads",
-        ),
-        ({"mlp_size": 90}, 4, "the MLP's width is sharded, and 90 cannot be evenly"),
-    ],
-)
-def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, degree, says):
-    run_file(model={**MODEL, **fields})
-    run = load_run(Path("run.yaml"), overrides((1, 1, degree), 1, **MEGATRON))
-    for check in (lambda: check_inputs(run), lambda: mesh_shape(run)):
-        with pytest.raises(ValueError, match=says):
-            check()
-    assert not Path("out").exists()
 
 
 def test_a_plan_with_weights_shared_out_is_taken_unless_it_recomputes_part_of_a_class(work):

@@ -11,7 +11,7 @@ import torch
 from sppo.checkpoint.checkpoint import read_weights
 from tests.checkpoint.damage import flip_a_bit
 from tests.conftest import LENGTH, SCREEN_LINES, tree, write_run, write_tokens
-from tests.tiers import default_of, exhaustive
+from tests.tiers import default_of
 from tests.training.jobs import records, summary
 
 STEPS = 10
@@ -145,19 +145,27 @@ def test_without_a_whole_checkpoint_nothing_is_done(plain):
     assert tree(output) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *exhaustive(signal.SIGINT)])
-def test_a_request_to_stop_saves_and_ends_well(plain, number):
-    output = f"asked-{number.name}"
-    ended = plain.train(output, step=6, action=6, signals=[number])
+@pytest.mark.parametrize(
+    ("number", "done"),
+    [
+        (signal.SIGTERM, 5),
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGINT, 5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_request_to_stop_saves_and_ends_well(plain, number, done):
+    output = f"asked-{number.name}-{done}"
+    ended = plain.train(output, step=done + 1, action=6, signals=[number])
     assert ended.returncode == 128 + number, ended.stderr
-    assert f"{number.name}: saving after step 5" in ended.stdout
-    left = f"stopped by {number.name} after step 5 of 10, 5 left; to go on:\nsppo train run.yaml "
-    assert left in ended.stdout
+    assert f"{number.name}: saving after step {done}" in ended.stdout
+    left = f"stopped by {number.name} after step {done} of 10, {10 - done} left; to go on:\n"
+    assert f"{left}sppo train run.yaml " in ended.stdout
     told = summary(plain.directory / output)
-    assert (told["steps"], told["interrupted_by"]) == (5, number.name)
+    assert (told["steps"], told["interrupted_by"]) == (done, number.name)
+    assert (plain.directory / output / "loss.png").exists() == (done > 0)
     again = plain.train(output)
     assert again.returncode == 0
-    assert "going on after step 5" in again.stdout
+    assert f"going on after step {done}" in again.stdout
     told = summary(plain.directory / output)
     assert (told["steps"], told["interrupted_by"]) == (10, None)
     plain.assert_undisturbed(output)
