@@ -29,7 +29,8 @@ from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.training.devices.device import Device
-from sppo.training.state import DTYPES, check_weights, starting_weights
+from sppo.training.starting_weights import check_weights, starting_weights
+from sppo.training.state import DTYPES
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64

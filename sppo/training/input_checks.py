@@ -1,30 +1,124 @@
-"""Checks of a run file without a start of the run, and of the inputs of an evaluation."""
+"""Checks of the inputs that a run file names: before a run, without a run, for an evaluation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from sppo.checkpoint.newest import NoCheckpointError, check_any
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
-from sppo.data.run_tokens import open_evaluated
+from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
+from sppo.hardware.this_machine import find_gpus
 from sppo.model.hf_files import check_headers
+from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
-from sppo.training.start import input_problems, problems_of_check
+from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, uses_msp
+from sppo.quoting import quoted
+from sppo.training.run_directory import check_output
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory of a test plan, so that it can fail only for reasons other than memory."""
+_BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors caused by a wrong path in a run file; other errors of the system are not caught."""
+
+
+def check_inputs(run: RunConfig) -> None:
+    """Raise ValueError if any input that the run names cannot be used.
+
+    Raises:
+        ValueError: Some inputs cannot be used; the message lists all problems, one per line.
+    """
+    problems = list(input_problems(run))
+    if problems:
+        raise ValueError("\n".join(problem.rule for problem in problems))
+
+
+def input_problems(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of each input that the run names."""
+    for key, rule in degree_problems(run):
+        yield Problem(f"parallel.{key}", quoted(getattr(run.parallel, key)), rule)
+    data, hardware, disk, weights = run.data, run.hardware, run.activations.disk, run.model.from_hf
+    machine = hardware if hardware == "auto" else hardware.file or hardware.preset
+    yield from problems_of_check("hardware", machine, lambda: hardware_for(hardware))
+    yield from problems_of_check("data.tokens", data.tokens, lambda: open_data(run, data.tokens))
+    if data.eval_tokens not in (None, data.tokens):
+        yield from problems_of_check(
+            "data.eval_tokens", data.eval_tokens, lambda: open_evaluated(run)
+        )
+    if weights is not None:
+        files = Path(weights)
+        yield from problems_of_check(
+            "model.from_hf", weights, lambda: check_headers(files, run.model)
+        )
+    if disk is not None:
+        yield from problems_of_check("activations.disk", disk, lambda: usable_directory(Path(disk)))
+    if run.train.tensorboard:
+        yield from problems_of_check("train.tensorboard", True, _check_tensorboard)
+    yield from problems_of_check("train.output", run.train.output, lambda: check_output(run))
+
+
+def problems_of_check(key: str, value: object, check: Callable[[], object]) -> Iterator[Problem]:
+    """Yield the error of a check, if there is one, as a problem of a key with its value."""
+    try:
+        check()
+    except (ValueError, *_BAD_PATHS) as error:
+        where = getattr(error, "filename", None)
+        text = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
+        yield Problem(key, quoted(value), text)
+
+
+def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
+    parallel, model = run.parallel, run.model
+    # With GPUs, a degree that is left out is chosen when training starts.
+    decided = "pipeline_parallel_degree" not in run.parallel.open_degrees or find_gpus() is None
+    if uses_msp(run) and decided:
+        problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
+        if problem is not None:
+            yield "multiplexed" if parallel.multiplexed == "on" else "schedule", problem
+    if parallel.pipeline_parallel_degree > model.num_layers:
+        yield (
+            "pipeline_parallel_degree",
+            f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
+            f"needs a layer, and the model has {model.num_layers}; use at most that many",
+        )
+    of_documents = run.data.samples == "documents"
+    if not of_documents and run.train.sequences_per_step % parallel.data_parallel_degree:
+        yield (
+            "data_parallel_degree",
+            f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
+            f"train.sequences_per_step {run.train.sequences_per_step} cannot be divided evenly; "
+            "make it a multiple",
+        )
+    try:
+        shard_heads(run, degree=parallel.sequence_parallel_degree)
+    except ValueError as error:
+        yield "sequence_parallel_degree", str(error)
+
+
+def _check_tensorboard() -> None:
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "train.tensorboard needs the tensorboard package: pip install 'sppo[track]', "
+            "or set train.tensorboard=false"
+        ) from None
+
+
+# Without a run
 
 
 def run_file_problems(run: RunConfig) -> list[Problem]:
     """Return the problems for which `sppo train` or `sppo eval` would fail with enough memory."""
     problems = list(input_problems(run))
     if not problems:  # planning requires valid inputs
-        from sppo.training.state import check_weights
+        from sppo.training.starting_weights import check_weights
 
         activations = run.activations.policy
         problems = [
@@ -56,6 +150,9 @@ def _check_plan(run: RunConfig) -> None:
         )
     except MemoryError:  # for a tier whose size the run file limits
         return
+
+
+# For an evaluation
 
 
 def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) -> None:

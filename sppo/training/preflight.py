@@ -39,7 +39,8 @@ from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.job import Job, input_facts, mesh_shape
-from sppo.training.state import check_weights, may_offload
+from sppo.training.starting_weights import check_weights
+from sppo.training.state import may_offload
 from sppo.units import format_bytes
 
 
@@ -239,6 +240,19 @@ def check_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
         ValueError: The plan needs a disk, and the run names none.
         MemoryError: Device memory, a GPU's host memory, or disk space is too small.
     """
+    _check_device_room(run, plan, free)
+    if free.kind == "cuda":
+        _check_tier_room(run, plan, "host", room_bytes=free.host_bytes)
+    if run.activations.disk is None and any(_fullest_rank(run, plan, "disk").values()):
+        raise ValueError(
+            "the plan needs a disk: write activations.disk=DIR, on a fast local disk, and solve "
+            "again with it"
+        )
+    _check_tier_room(run, plan, "disk", room_bytes=free.disk.usable_bytes // free.local_ranks)
+
+
+def _check_device_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
+    """Raise MemoryError if the memory of the device, or a disk in memory with it, is too small."""
     needed = max(stage.memory.device.total_bytes for stage in plan.stages)
     if free.kind == "cpu":
         needed = max(needed, REPORT_BYTES)
@@ -247,9 +261,9 @@ def check_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
         needed += max(sum(buckets.values()) for buckets in plan.rank_tier_buckets("disk"))
         if needed > available:
             raise MemoryError(
-                f"activations.disk={disk} is a file system in memory: with what "
-                f"the plan puts there it needs {format_bytes(needed)}, and "
-                f"{format_bytes(available)} are available; name a directory on a disk"
+                f"activations.disk={disk} is a file system in memory: with what the plan puts "
+                f"there it needs {format_bytes(needed)}, and {format_bytes(available)} are "
+                "available; name a directory on a disk"
             )
     if needed > available:
         raise MemoryError(
@@ -257,30 +271,20 @@ def check_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
             f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
             "again on this machine"
         )
-    places: tuple[Literal["host", "disk"], ...] = (
-        ("host", "disk") if free.kind == "cuda" else ("disk",)
-    )
-    for place in places:
-        buckets = _fullest_rank(run, plan, place)
-        if place == "disk" and disk is None and any(buckets.values()):
-            raise ValueError(
-                "the plan needs a disk: write activations.disk=DIR, on a fast local "
-                "disk, and solve again with it"
+
+
+def _check_tier_room(
+    run: RunConfig, plan: ExecutionPlan, place: Literal["host", "disk"], *, room_bytes: int
+) -> None:
+    """Raise MemoryError if what the fullest rank stores in a tier needs more than `room_bytes`."""
+    buckets = _fullest_rank(run, plan, place)
+    if sum(buckets.values()) > room_bytes:
+        candidate, placement = plan.candidate(), plan.placement()
+        raise MemoryError(
+            tier_too_small(
+                run, candidate, placement, place=place, buckets=buckets, room_bytes=room_bytes
             )
-        room_bytes = (
-            free.host_bytes if place == "host" else free.disk.usable_bytes // free.local_ranks
         )
-        if sum(buckets.values()) > room_bytes:
-            raise MemoryError(
-                tier_too_small(
-                    run,
-                    plan.candidate(),
-                    plan.placement(),
-                    place=place,
-                    buckets=buckets,
-                    room_bytes=room_bytes,
-                )
-            )
 
 
 def _fullest_rank(

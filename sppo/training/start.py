@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from sppo.config import RunConfig
-from sppo.config.problems import Problem
 from sppo.config.rules import broken_rules, log_run_warnings
-from sppo.data.run_tokens import open_data, open_evaluated
-from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import count_cores, find_gpus
 from sppo.kernels.native.machine_memory import check_room_for_libraries
-from sppo.model.hf_files import check_headers
-from sppo.offload.disk.disk_room import usable_directory
 from sppo.parallel.job.environment import (
     RankEnvironment,
     rank_environment,
@@ -38,12 +32,10 @@ from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import ExecutionPlan, check_program
 from sppo.planning.planned_keys import check_plan_fits
-from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, uses_msp
-from sppo.quoting import quoted
 from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
+from sppo.training.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
-from sppo.training.run_directory import check_output
 
 if TYPE_CHECKING:
     from sppo.training.records import TrainingOutcome
@@ -227,93 +219,3 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
         first = problems[0]
         raise ValueError(f"with the degrees of the plan, {first.path} {first.value} {first.rule}")
     return followed
-
-
-# Inputs
-
-_BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors caused by a wrong path in a run file; other errors of the system are not caught."""
-
-
-def check_inputs(run: RunConfig) -> None:
-    """Raise ValueError if any input that the run names cannot be used.
-
-    Raises:
-        ValueError: Some inputs cannot be used; the message lists all problems, one per line.
-    """
-    problems = list(input_problems(run))
-    if problems:
-        raise ValueError("\n".join(problem.rule for problem in problems))
-
-
-def input_problems(run: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of each input that the run names."""
-    for key, rule in degree_problems(run):
-        yield Problem(f"parallel.{key}", quoted(getattr(run.parallel, key)), rule)
-    data, hardware, disk, weights = run.data, run.hardware, run.activations.disk, run.model.from_hf
-    machine = hardware if hardware == "auto" else hardware.file or hardware.preset
-    yield from problems_of_check("hardware", machine, lambda: hardware_for(hardware))
-    yield from problems_of_check("data.tokens", data.tokens, lambda: open_data(run, data.tokens))
-    if data.eval_tokens not in (None, data.tokens):
-        yield from problems_of_check(
-            "data.eval_tokens", data.eval_tokens, lambda: open_evaluated(run)
-        )
-    if weights is not None:
-        files = Path(weights)
-        yield from problems_of_check(
-            "model.from_hf", weights, lambda: check_headers(files, run.model)
-        )
-    if disk is not None:
-        yield from problems_of_check("activations.disk", disk, lambda: usable_directory(Path(disk)))
-    if run.train.tensorboard:
-        yield from problems_of_check("train.tensorboard", True, _check_tensorboard)
-    yield from problems_of_check("train.output", run.train.output, lambda: check_output(run))
-
-
-def problems_of_check(key: str, value: object, check: Callable[[], object]) -> Iterator[Problem]:
-    """Yield the error of a check, if there is one, as a problem of a key with its value."""
-    try:
-        check()
-    except (ValueError, *_BAD_PATHS) as error:
-        where = getattr(error, "filename", None)
-        text = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
-        yield Problem(key, quoted(value), text)
-
-
-def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
-    parallel, model = run.parallel, run.model
-    # With GPUs, a degree that is left out is chosen when training starts.
-    decided = "pipeline_parallel_degree" not in run.parallel.open_degrees or find_gpus() is None
-    if uses_msp(run) and decided:
-        problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
-        if problem is not None:
-            yield "multiplexed" if parallel.multiplexed == "on" else "schedule", problem
-    if parallel.pipeline_parallel_degree > model.num_layers:
-        yield (
-            "pipeline_parallel_degree",
-            f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
-            f"needs a layer, and the model has {model.num_layers}; use at most that many",
-        )
-    of_documents = run.data.samples == "documents"
-    if not of_documents and run.train.sequences_per_step % parallel.data_parallel_degree:
-        yield (
-            "data_parallel_degree",
-            f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
-            f"train.sequences_per_step {run.train.sequences_per_step} cannot be divided evenly; "
-            "make it a multiple",
-        )
-    try:
-        shard_heads(run, degree=parallel.sequence_parallel_degree)
-    except ValueError as error:
-        yield "sequence_parallel_degree", str(error)
-
-
-def _check_tensorboard() -> None:
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            "train.tensorboard needs the tensorboard package: pip install 'sppo[track]', "
-            "or set train.tensorboard=false"
-        ) from None

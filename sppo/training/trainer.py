@@ -1,4 +1,4 @@
-"""Training of a run: its state, its loop of steps, and the checkpoints of the loop.
+"""Training of a run: its state, and its loop of steps.
 
 A step reads its sequences, accumulates their gradients through the engine, clips them, updates the
 weights, and reports. The work of a step follows from its number and the state in the checkpoint, so
@@ -11,14 +11,9 @@ import gc
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
-from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
-from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
-from sppo.data.tokens import TokenData
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
@@ -26,15 +21,10 @@ from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action
 from sppo.training.executed_step import step_timelines
 from sppo.training.interruption import Interrupted, NonFiniteError, StopRequest
-from sppo.training.job import Job
 from sppo.training.preflight import CheckedRun
 from sppo.training.records import Baseline, StepRecords, TrainingOutcome
-from sppo.training.run_directory import (
-    PLAN_FILE,
-    locked_output,
-    note_configuration,
-    require_output,
-)
+from sppo.training.run_checkpoints import RunCheckpoints
+from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps
 from sppo.training.state import DTYPES, TrainingState, build_state
 from sppo.training.step import (
@@ -43,20 +33,12 @@ from sppo.training.step import (
     StepSource,
     StepSums,
     StepWork,
-    first_of,
-    nonfinite_names,
     run_step,
 )
 from sppo.training.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
-AUTOMATIC_S = 600.0
-"""Least seconds of training from one checkpoint to the next with ``checkpoint.every=auto``."""
-SAVING_SHARE = 0.05
-"""Largest share of the time that automatic checkpoints take; they are rarer if saving is slow."""
-_TIMEOUT_FACTOR = 10
-"""Factor on ``parallel.timeout_s`` for waits for other ranks that read or write a checkpoint."""
 _START_ANEW = (
     "earlier checkpoints are untouched: start anew in another train.output with a lower "
     "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
@@ -176,13 +158,11 @@ class StepLoop:
         with self._records.opened(), StopRequest() as stop:
             try:
                 for step in range(outcome.first_step, total):
-                    if self._agree_to_go_on(stop):
-                        self._save()
+                    self._save_if(self._agree_to_go_on(stop))
                     metrics = self._step(step, stop)
                     outcome.done_steps = step + 1
                     self._records.record(metrics)
-                    if not self._guard.failing and self._checkpoints.is_due_by_step(step + 1):
-                        self._save()
+                    self._save_if(self._checkpoints.is_due_by_step(step + 1))
             except Interrupted:
                 outcome.interrupted_by = stop.signal_name or self._stopped_by
                 done = f"saving after step {outcome.done_steps}"
@@ -209,11 +189,7 @@ class StepLoop:
         reason = stop.signal_name
         if self._records.failure is not None:
             reason = f"{self._records.failure.filename}: {self._records.failure.strerror}"
-        # While steps are skipped the state does not change, and the cause may already be in the
-        # weights: saving them would displace checkpoints from before.
-        is_due = not self._guard.failing and self._checkpoints.is_due_by_time(
-            self._outcome.done_steps
-        )
+        is_due = self._checkpoints.is_due_by_time(self._outcome.done_steps)
         told = self._peers.all_gather((reason, is_due))
         named = [name for name, _ in told if name is not None]
         if named:
@@ -320,6 +296,15 @@ class StepLoop:
             return True
         return any(self._peers.all_gather(self._records.failure is not None))
 
+    def _save_if(self, is_due: bool) -> None:
+        """Save a checkpoint if it is due, unless the update of the last step was skipped.
+
+        While steps are skipped the state does not change, and the cause may already be in the
+        weights: saving them would displace checkpoints from before.
+        """
+        if is_due and not self._guard.failing:
+            self._save()
+
     def _save(self) -> str | None:
         """Save a checkpoint; print and return why it was not saved, or return None."""
         unsaved = self._checkpoints.save(
@@ -330,107 +315,3 @@ class StepLoop:
         if unsaved is not None:
             self._records.say(unsaved)
         return unsaved
-
-
-# Checkpoints
-
-
-class RunCheckpoints:
-    """Checkpoints of one run."""
-
-    def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
-        run = job.run
-        self._run, self._peers, self._state = run, job.peers, state
-        self._output, self._tokens = output, tokens
-        self._manager = CheckpointManager(
-            output / CHECKPOINTS_DIRECTORY,
-            keep=run.checkpoint.keep,
-            async_save=run.checkpoint.async_save,
-            group=job.mesh.groups.world,
-            timeout_s=_TIMEOUT_FACTOR * run.parallel.timeout_s,
-        )
-        self._saved_step, self._saved_at, self._saving_s = 0, time.monotonic(), 0.0
-        """Steps of the newest checkpoint, the time of its save, and how long saving took."""
-
-    def resume(self) -> tuple[int, Mapping[str, Any]]:
-        """Load the newest valid checkpoint into the state.
-
-        Returns:
-            Number of steps done, and the metadata of the checkpoint; (0, {}) if there is none.
-
-        Raises:
-            ValueError: The token data is not what the run began with, or the state of a rank has
-                NaN or infinite values.
-        """
-        state, tokens = self._state, self._tokens
-        checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
-        step, metadata = 0, {}
-        if checkpoint is not None:
-            step, metadata = checkpoint.step, checkpoint.metadata
-            if metadata.get("tokens_sha256") not in (None, tokens.meta.tokens_sha256):
-                raise ValueError(
-                    f"{tokens.directory} holds other tokens than the run began with "
-                    f"({checkpoint.path}); prepare the old ones again, or choose another "
-                    "train.output"
-                )
-            self._manager.load_into(checkpoint, state.sharded.blocks(live))
-            state.optimizer.load_state(live)
-            state.sharded.gather(state.weights)
-            if step < self._run.train.steps:
-                _log.info("going on after step %d from %s", step, checkpoint.path)
-        if bad := next(filter(None, self._peers.all_gather(nonfinite_names(live))), None):
-            where = self._run.model.from_hf or self._run.train.output
-            raise ValueError(
-                f"{where}: not finite: {first_of(bad)}; training would keep it, and no checkpoint "
-                "with NaN or infinity is saved: repair the weights"
-            )
-        state.drop_pages()
-        self._saved_step, self._saved_at = step, time.monotonic()
-        return step, metadata
-
-    def is_due_by_step(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a number of steps."""
-        every = self._run.checkpoint.every
-        return every != "auto" and every > 0 and step % every == 0
-
-    def is_due_by_time(self, step: int) -> bool:
-        """Return whether an automatic checkpoint is due by the clock of this rank."""
-        if self._run.checkpoint.every != "auto" or step == self._saved_step:
-            return False
-        waited_s = time.monotonic() - self._saved_at
-        return waited_s >= max(AUTOMATIC_S, self._saving_s / SAVING_SHARE)
-
-    def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
-        """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.
-
-        Args:
-            step: Number of steps done.
-            sequences_consumed: Number of sequences, or samples, that these steps consumed.
-            more: Further metadata that the next steps need to resume.
-        """
-        self._peers.decided_by_main(lambda: require_output(self._output))
-        began, state = time.monotonic(), self._state.optimizer.state()
-        told = self._peers.all_gather(nonfinite_names(state))
-        self._saved_step, self._saved_at = step, began
-        if bad := next(filter(None, told), None):
-            return f"the state after step {step} is not saved; not finite: {first_of(bad)}"
-        metadata = run_metadata(
-            self._run,
-            sequences_consumed=sequences_consumed,
-            tokens_sha256=self._tokens.meta.tokens_sha256,
-            more=more,
-        )
-        self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
-        self._state.drop_pages()
-        self._saved_at = time.monotonic()
-        self._saving_s = self._saved_at - began
-        return None
-
-    def wait(self) -> None:
-        """Wait until the last checkpoint is written to the disk."""
-        self._manager.wait()
-
-    def are_missing(self) -> bool:
-        """Return whether the run has no checkpoint yet. Collective."""
-        directory = self._manager.directory
-        return self._peers.decided_by_main(lambda: not list_checkpoints(directory))

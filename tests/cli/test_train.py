@@ -20,7 +20,7 @@ from sppo.checkpoint import checkpoint
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.report.metrics import JsonlSink
-from sppo.training import preflight, report, trainer
+from sppo.training import preflight, report, run_checkpoints
 from sppo.training.run_directory import locked_output
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 from tests.tiers import exhaustive
@@ -306,8 +306,8 @@ def test_the_end_saves_unless_told_not_to(work):
 
 
 def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
-    monkeypatch.setattr(trainer, "AUTOMATIC_S", 0.0)
-    monkeypatch.setattr(trainer, "SAVING_SHARE", math.inf)
+    monkeypatch.setattr(run_checkpoints, "AUTOMATIC_S", 0.0)
+    monkeypatch.setattr(run_checkpoints, "SAVING_SHARE", math.inf)
     words = ("checkpoint.at_end=false", "checkpoint.keep=9")
     succeed("train", "run.yaml", *words)
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
@@ -315,7 +315,9 @@ def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
     again = succeed("train", "run.yaml", *words)
     assert "step 4/4" in again
     assert "step 3/4" not in again
-    monkeypatch.setattr(trainer, "SAVING_SHARE", 1e-9)  # the first save was too slow for more
+    monkeypatch.setattr(
+        run_checkpoints, "SAVING_SHARE", 1e-9
+    )  # the first save was too slow for more
     succeed("train", "run.yaml", "train.output=slow", *words)
     assert [path.name for path in (work / "slow/checkpoints").iterdir()] == ["step_000001"]
 

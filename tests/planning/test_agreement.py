@@ -19,8 +19,9 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.orders.names import WHOLE_SEQUENCES
 from sppo.schedule.simulation.simulate import simulate
+from sppo.training.input_checks import degree_problems
 from sppo.training.preflight import check_trainable
-from sppo.training.start import degree_problems, followed_plan
+from sppo.training.start import followed_plan
 from tests.planning.cases import run_config
 from tests.tiers import default_of
 

@@ -10,7 +10,7 @@ from sppo.planning.estimate import estimate
 from sppo.planning.run_plan import executed_candidate, plan_run
 from sppo.planning.search.choices import multiplexed_problem
 from sppo.planning.search.solver import solve
-from sppo.training.start import degree_problems
+from sppo.training.input_checks import degree_problems
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 

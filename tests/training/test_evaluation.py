@@ -12,7 +12,7 @@ from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.training.evaluation import loss_by_position
-from sppo.training.state import starting_weights
+from sppo.training.starting_weights import starting_weights
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses
 from tests.training.jobs import evaluate_initial

@@ -10,10 +10,9 @@ from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.training.input_checks import run_file_problems
+from sppo.training.input_checks import check_inputs, run_file_problems
 from sppo.training.preflight import preflight
 from sppo.training.report import announce
-from sppo.training.start import check_inputs
 from sppo.training.trainer import StepTooLargeError
 from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens

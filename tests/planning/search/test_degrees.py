@@ -8,7 +8,7 @@ from sppo.config.base import MOST_SUBSEQUENCES
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search import candidates
 from sppo.planning.search.choices import degrees_to_try, subsequence_counts_to_try
-from sppo.training.start import degree_problems
+from sppo.training.input_checks import degree_problems
 from tests.planning.cases import run_config, solved
 
 PHI = {

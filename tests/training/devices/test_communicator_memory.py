@@ -12,7 +12,7 @@ from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.msp_exchange import MspLinks
-from sppo.training.state import check_communicators
+from sppo.training.connections import check_communicators
 from sppo.units import MIB
 
 EACH = 100 * MIB

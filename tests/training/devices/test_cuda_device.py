@@ -35,7 +35,7 @@ from sppo.training.devices.cuda_device import (
 )
 from sppo.training.devices.device import check_devices, choose_device, device_kind
 from sppo.training.preflight import check_trainable, preflight
-from sppo.training.trainer import RunCheckpoints
+from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda

@@ -29,7 +29,7 @@ def gpus(monkeypatch):
     """A machine of four GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS.count)
-    for module in (this_machine, start):
+    for module in (this_machine, start, input_checks):
         monkeypatch.setattr(module, "find_gpus", lambda: GPUS)
     monkeypatch.setattr(CudaDevice, "machine", lambda self: this_machine.detect_machine())
 
@@ -105,7 +105,8 @@ def test_a_run_continues_on_other_devices(work, monkeypatch):
     run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}, train={"steps": 2}))
     assert sppo.train(run, progress=False).steps == 2
     monkeypatch.setattr(devices, "count_devices", lambda run: 2)
-    monkeypatch.setattr(start, "find_gpus", lambda: GPUS)
+    for module in (start, input_checks):
+        monkeypatch.setattr(module, "find_gpus", lambda: GPUS)
     longer = load_run(run, {"train.steps": 3})
     assert sppo.train(longer, progress=False).steps == 3
     parallel = json.loads((work / "out/run.json").read_text())["parallel"]

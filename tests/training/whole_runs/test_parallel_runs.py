@@ -15,7 +15,7 @@ import torch
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
-from sppo.training import trainer
+from sppo.training import run_checkpoints
 from sppo.training.preflight import preflight
 from sppo.training.start import followed_plan
 from tests.conftest import LENGTH, write_run, write_tokens
@@ -217,8 +217,8 @@ def test_training_is_that_of_one_rank(ranks, tmp_path, reference, name):
 def save_by_own_clock(rank, directory, arguments):
     """A rank of a run; by the clock of rank 0 alone a checkpoint is due before every step."""
     with (
-        mock.patch.object(trainer, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
-        mock.patch.object(trainer, "SAVING_SHARE", math.inf),
+        mock.patch.object(run_checkpoints, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
+        mock.patch.object(run_checkpoints, "SAVING_SHARE", math.inf),
     ):
         return train_as(rank, directory, arguments)
 

@@ -1,0 +1,127 @@
+"""Checkpoints of a run: the newest is loaded, further ones are saved when they are due."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.data.tokens import TokenData
+from sppo.training.job import Job
+from sppo.training.run_directory import require_output
+from sppo.training.state import TrainingState
+from sppo.training.step import first_of, nonfinite_names
+
+_log = logging.getLogger(__name__)
+
+AUTOMATIC_S = 600.0
+"""Least seconds of training from one checkpoint to the next with ``checkpoint.every=auto``."""
+SAVING_SHARE = 0.05
+"""Largest share of the time that automatic checkpoints take; they are rarer if saving is slow."""
+_TIMEOUT_FACTOR = 10
+"""Factor on ``parallel.timeout_s`` for waits for other ranks that read or write a checkpoint."""
+
+
+class RunCheckpoints:
+    """Checkpoints of one run."""
+
+    def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
+        run = job.run
+        self._run, self._peers, self._state = run, job.peers, state
+        self._output, self._tokens = output, tokens
+        self._manager = CheckpointManager(
+            output / CHECKPOINTS_DIRECTORY,
+            keep=run.checkpoint.keep,
+            async_save=run.checkpoint.async_save,
+            group=job.mesh.groups.world,
+            timeout_s=_TIMEOUT_FACTOR * run.parallel.timeout_s,
+        )
+        self._saved_step, self._saved_at, self._saving_s = 0, time.monotonic(), 0.0
+        """Steps of the newest checkpoint, the time of its save, and how long saving took."""
+
+    def resume(self) -> tuple[int, Mapping[str, Any]]:
+        """Load the newest valid checkpoint into the state.
+
+        Returns:
+            Number of steps done, and the metadata of the checkpoint; (0, {}) if there is none.
+
+        Raises:
+            ValueError: The token data is not what the run began with, or the state of a rank has
+                NaN or infinite values.
+        """
+        state, tokens = self._state, self._tokens
+        checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
+        step, metadata = 0, {}
+        if checkpoint is not None:
+            step, metadata = checkpoint.step, checkpoint.metadata
+            if metadata.get("tokens_sha256") not in (None, tokens.meta.tokens_sha256):
+                raise ValueError(
+                    f"{tokens.directory} holds other tokens than the run began with "
+                    f"({checkpoint.path}); prepare the old ones again, or choose another "
+                    "train.output"
+                )
+            self._manager.load_into(checkpoint, state.sharded.blocks(live))
+            state.optimizer.load_state(live)
+            state.sharded.gather(state.weights)
+            if step < self._run.train.steps:
+                _log.info("going on after step %d from %s", step, checkpoint.path)
+        if bad := next(filter(None, self._peers.all_gather(nonfinite_names(live))), None):
+            where = self._run.model.from_hf or self._run.train.output
+            raise ValueError(
+                f"{where}: not finite: {first_of(bad)}; training would keep it, and no checkpoint "
+                "with NaN or infinity is saved: repair the weights"
+            )
+        state.drop_pages()
+        self._saved_step, self._saved_at = step, time.monotonic()
+        return step, metadata
+
+    def is_due_by_step(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a number of steps."""
+        every = self._run.checkpoint.every
+        return every != "auto" and every > 0 and step % every == 0
+
+    def is_due_by_time(self, step: int) -> bool:
+        """Return whether an automatic checkpoint is due by the clock of this rank."""
+        if self._run.checkpoint.every != "auto" or step == self._saved_step:
+            return False
+        waited_s = time.monotonic() - self._saved_at
+        return waited_s >= max(AUTOMATIC_S, self._saving_s / SAVING_SHARE)
+
+    def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
+        """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.
+
+        Args:
+            step: Number of steps done.
+            sequences_consumed: Number of sequences, or samples, that these steps consumed.
+            more: Further metadata that the next steps need to resume.
+        """
+        self._peers.decided_by_main(lambda: require_output(self._output))
+        began, state = time.monotonic(), self._state.optimizer.state()
+        told = self._peers.all_gather(nonfinite_names(state))
+        self._saved_step, self._saved_at = step, began
+        if bad := next(filter(None, told), None):
+            return f"the state after step {step} is not saved; not finite: {first_of(bad)}"
+        metadata = run_metadata(
+            self._run,
+            sequences_consumed=sequences_consumed,
+            tokens_sha256=self._tokens.meta.tokens_sha256,
+            more=more,
+        )
+        self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
+        self._state.drop_pages()
+        self._saved_at = time.monotonic()
+        self._saving_s = self._saved_at - began
+        return None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written to the disk."""
+        self._manager.wait()
+
+    def are_missing(self) -> bool:
+        """Return whether the run has no checkpoint yet. Collective."""
+        directory = self._manager.directory
+        return self._peers.decided_by_main(lambda: not list_checkpoints(directory))
