@@ -27,6 +27,8 @@ RUN = {
     "sequence": {"length": "128Ki"},
     "hardware": {"preset": "h100", "nodes": 1},
 }
+QUICK = ("sequence.length=32Ki", "model.num_layers=8")
+"""Enough to look at, in a fraction of the time."""
 TOO_LONG = ("sequence.length=2Mi", "hardware.devices_per_node=2", "parallel.virtual_stages=1")
 ONE_WAY = (
     "sequence.length=1Mi",
@@ -64,7 +66,7 @@ def example_text(*words):
 
 
 def test_json_has_the_promised_keys(run):
-    found = report(run)
+    found = report(run, *QUICK)
     assert found["feasible"] is True
     assert found["best"].keys() >= PROMISED
     assert found["best"]["predicted"].keys() >= PREDICTED
@@ -76,9 +78,9 @@ def test_json_has_the_promised_keys(run):
 
 
 def test_the_table_is_enough_to_decide_from(run):
-    text = succeed("solve", run)
+    text = succeed("solve", run, *QUICK)
     shown = one_line(text)
-    assert "llama-3.2-1b (1.2B parameters), 1 sequence of 128Ki tokens a step, bf16" in shown
+    assert "llama-3.2-1b (749.2M parameters), 1 sequence of 32Ki tokens a step, bf16" in shown
     assert "on h100, 8 devices (rates analytic)" in shown
     for row in ("sequence parallel", "schedule", "policy", "step", "bubble", "host peak"):
         assert f"\n {row} " in text
@@ -117,7 +119,7 @@ def test_rejections_are_grouped_for_people_and_listed_for_programs():
 
 
 def test_degrees_that_cannot_work_are_said(run):
-    words = (run, "model.num_layers=4", "parallel.sequence_parallel_degree=1")
+    words = (run, *QUICK, "model.num_layers=4", "parallel.sequence_parallel_degree=1")
     reasons = [rejection["reason"] for rejection in report(*words)["rejected"]]
     assert reasons == ["4 layers cannot be divided into 8 stages"]
     text = one_line(succeed("solve", *words))
@@ -159,10 +161,11 @@ def test_the_example_of_a_hardware_file():
 
 
 def test_a_plan_is_written_read_and_simulated(run):
-    text = succeed("solve", run, "-o", "plan.json", "parallel.pipeline_parallel_degree=4")
+    words = (run, *QUICK, "-o", "plan.json", "parallel.pipeline_parallel_degree=4")
+    text = succeed("solve", *words)
     assert "written plan.json: sppo simulate plan.json" in text
     plan = read_plan(Path("plan.json"))
-    said = report(run, "-o", "plan.json", "parallel.pipeline_parallel_degree=4")
+    said = report(*words)
     found = said["best"]
     assert said["plan"] == "plan.json"
     assert plan.pipeline_parallel_degree == 4
@@ -243,7 +246,7 @@ def test_heads_that_cannot_be_shared_out(run):
     [
         (["parallel.sequence_parallel_degree=16"], "needs 16 devices, and h100 has 8"),
         (["sequence.length=1Ki", "sequence.num_subsequences=2000"], "than the 1024 tokens"),
-        (["activations.policy=sppo", "hardware.file=bare.json"], "no tier to offload to"),
+        ([*QUICK, "activations.policy=sppo", "hardware.file=bare.json"], "no tier to offload to"),
     ],
 )
 def test_a_wrong_request_ends_with_2(run, words, message):

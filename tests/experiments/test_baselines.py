@@ -45,6 +45,7 @@ def paper():
     return {row.method: row for row in baselines(run_of(), A100S)}
 
 
+@pytest.mark.exhaustive
 def test_the_longest_is_the_longest_and_each_method_goes_further_than_the_one_before(paper):
     for name, method in BY_NAME.items():
         row = paper[name]
@@ -57,6 +58,7 @@ def test_the_longest_is_the_longest_and_each_method_goes_further_than_the_one_be
     assert longest == sorted(set(longest))
 
 
+@pytest.mark.exhaustive
 def test_degrees_obey_the_rules_of_each_method(paper):
     assert paper[KEEPS_EVERYTHING].degrees == Degrees(32, 1, 1)
     assert paper[MEGATRON].degrees == Degrees(1, 4, 8)
@@ -67,6 +69,7 @@ def test_degrees_obey_the_rules_of_each_method(paper):
     assert [*BY_NAME[ULYSSES].degrees(small, A100S)] == [Degrees(1, 1, 24)]
 
 
+@pytest.mark.exhaustive
 def test_claims_of_the_paper_stand_beside_its_model_and_machine_only(paper):
     claims = {name: row.paper for name, row in paper.items() if row.paper}
     assert claims == {MEGATRON: "896Ki", ULYSSES: "32 ranks", SPPO: "1Mi"}
@@ -79,11 +82,13 @@ def test_claims_of_the_paper_stand_beside_its_model_and_machine_only(paper):
         assert paper_claims(run, hardware) == {}
 
 
+@pytest.mark.exhaustive
 def test_sppo_reaches_what_the_paper_claims(paper):
     assert 1024 * KIB <= paper[SPPO].longest_tokens <= 1.4 * 1024 * KIB
     assert fits_at_all(run_of(length=4096 * KIB), replace(A100S, num_nodes=16))
 
 
+@pytest.mark.exhaustive
 def test_several_stages_on_a_rank_reach_twice_as_far():
     """Gradients of K and V of one stage at a time leave room that the paper's program does not."""
     run = run_of(length=2048 * KIB, virtual_stages="auto")

@@ -37,6 +37,7 @@ def plan_in(directory):
     return json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_one_gpu_plans_a_million_tokens(tmp_path):
     done = launch("1gpu", directory=tmp_path, SPPO_DRY_RUN="1")
     assert done.returncode == 0, done.stderr
