@@ -1,12 +1,9 @@
 """Copies that overlap compute: what they cost, and a real run of both."""
 
-import io
 import time
-from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from sppo.bench import overlap
 from sppo.bench.hardware_description import describe
@@ -18,7 +15,6 @@ from sppo.bench.overlap import (
 )
 from sppo.bench.suite import Measurements
 from sppo.cli.bench_tables import overlap_screen
-from sppo.cli.printing import print_screen
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk import file_tier
 from tests.bench.test_timing import Watcher
@@ -41,16 +37,6 @@ OVERLAP = OverlapMeasurements(
     (point(256, 0), point(1024, 0), point(256, 500)),
     2e-10,
 )
-
-
-def test_a_narrow_terminal_cuts_no_word():
-    console = Console(file=io.StringIO(), width=80)
-    far = point(65536, 1 << 20, slower=1.684)
-    print_screen(overlap_screen(replace(OVERLAP, points=(*OVERLAP.points, far))), console)
-    text = console.file.getvalue()
-    assert "…" not in text
-    heading = next(line for line in text.splitlines() if line.startswith(" tokens"))
-    assert heading.split()[-2:] == ["exposed", "change"]
 
 
 def test_what_copies_cost_is_within_reason():

@@ -51,17 +51,6 @@ def gpu_training(monkeypatch, tmp_path):
     return script
 
 
-@pytest.mark.exhaustive
-def test_what_fails_is_in_the_report_with_its_words(gpu_training, monkeypatch, tmp_path):
-    (tmp_path / "runs").write_text("no directory")
-    words = ["report.json", "--directory", ".", "--rehearse", "--seconds", "100"]
-    monkeypatch.setattr(sys, "argv", ["gpu_training.py", *words])
-    assert gpu_training.main() == 1
-    *_, failed = json.loads((tmp_path / "report.json").read_text())["failed"]
-    assert failed["case"] == "rehearsal"
-    assert "runs is a file, not a directory" in failed["why"]
-
-
 def test_absent_transformers_are_left_out_in_words(gpu_training, capsys, tmp_path):
     case = gpu_training.Case("1b 64Ki", {"preset": "llama-3.2-1b"}, 65536, 8, "bf16", 3)
     place = gpu_training.Place(tmp_path, rehearse=False)

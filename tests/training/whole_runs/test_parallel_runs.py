@@ -37,12 +37,11 @@ REFERENCES = {
     # No label counts in sequence 1, beside another one, nor in sequences 2 and 3, a whole step.
     "no labels": {"data": {"tokens": "short", "shuffle": False, "isolate_documents": True}},
     "samples by tokens": {**SAMPLES, "train": {"tokens_per_step": 3 * LENGTH}},
-    "samples by number": {**SAMPLES, "train": {"samples_per_step": 6}},
 }
 """Runs of one rank that others are compared with: what their files say beside the usual."""
 
 MEGATRON = {"parallel.sequence_parallel": "megatron"}
-ZERO_2, ZERO_3 = ({"parallel.zero": zero} for zero in (2, 3))
+ZERO_3 = {"parallel.zero": 3}
 PIECES = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
 DISK = {"activations.disk": "spill"}
 STATE = {
@@ -64,53 +63,24 @@ RUNS = {
         [((2, 1, 1), {**ZERO_3, "parallel.schedule": "sppo_msp"})],
     ),
     "zero 3": ("sequences", [((2, 2, 2), ZERO_3)]),
-    "zero 3, megatron": ("sequences", [((2, 1, 4), {**MEGATRON, **ZERO_3})]),
     "deferred, tied": ("tied", [((2, 2, 1), {"parallel.schedule": "seq_zb_h1"})]),
-    "state that nobody shares": (
-        "sequences",
-        [((2, 2, 1), {"parallel.schedule": "gpipe", "parallel.zero": 0})],
-    ),
     "no labels": ("no labels", [((2, 1, 1), {})]),
-    "state of stages": (
-        "four layers",
-        [((1, 2, 1), {**STATE, "parallel.virtual_stages": 2})],
-    ),
     "state, zero 3": (
         "four layers",
         [((1, 1, 2), {**STATE, **ZERO_3, "parallel.virtual_stages": 3})],
     ),
-    "other degrees": ("sequences", [((2, 2, 1), {}), ((1, 3, 1), {}), ((1, 1, 2), {})]),
-    "weights that come to be shared out": (
-        "sequences",
-        [(ONE, {}), ((1, 1, 2), {}), ((1, 2, 2), MEGATRON)],
-    ),
-    "more shared out": (
-        "sequences",
-        [((1, 1, 2), {}), ((2, 1, 1), ZERO_2), ((2, 2, 1), ZERO_3)],
-    ),
+    "other degrees": ("sequences", [((2, 2, 1), {}), ((1, 3, 1), {}), ((1, 1, 2), MEGATRON)]),
     # A process that is alone has nothing to gather from, and keeps whole weights.
     "all shared out, then one rank": ("sequences", [((2, 1, 1), ZERO_3), (ONE, ZERO_3)]),
-    "other stages": (
-        "sequences",
-        [(ONE, {"parallel.virtual_stages": 3}), (ONE, {"parallel.virtual_stages": 1})],
-    ),
     "samples by tokens, other degrees": (
         "samples by tokens",
         [((2, 2, 1), {}), ((1, 1, 2), {}), (ONE, {})],
     ),
-    "samples by number, megatron": ("samples by number", [((2, 2, 2), MEGATRON)]),
 }
 """By name: what a run is compared with, and its degrees and overrides, one part after another."""
 SELDOM = (
-    "zero 3, megatron",
-    "state that nobody shares",
-    "weights that come to be shared out",
-    "more shared out",
     "all shared out, then one rank",
     "no labels",
-    "other stages",
-    "state of stages",
-    "samples by number, megatron",
 )
 """Those that are left to the exhaustive tier."""
 
