@@ -18,16 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from sppo.config.base import Section, comma_list
 from sppo.config.run import ScheduleName
 from sppo.schedule.actions import Lengths
-from sppo.schedule.costs import (
-    CopyEngines,
-    Costs,
-    Link,
-    Links,
-    Table,
-    abstract_costs,
-    per_unit,
-    with_offload,
-)
+from sppo.schedule.costs import CopyEngines, Costs, Link, Links, abstract_costs, per_unit
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, schedule_names
 from sppo.schedule.program import generate, lower
 from sppo.schedule.schedule import Schedule
@@ -88,15 +79,12 @@ class AbstractCosts(Section):
     """Units of memory of a unit's K/V; dK/dV count twice that."""
     offload_ratio: Ratios = "none"
     """Fraction of each subsequence that leaves the device: none, full, adaptive, or numbers, one
-    for all or one for each. adaptive: as much of each subsequence as its own forward hides (the
-    paper's alpha_i * A_i = bandwidth * T_c)."""
+    for all or one for each. adaptive: as much of each subsequence but the last, whose backward
+    follows at once, as its own forward hides (the paper's alpha_i * A_i = bandwidth * T_c)."""
     d2h: Cost = 1.0
     """Time to copy one unit of memory to the host."""
     h2d: Cost = 1.0
     """Time to copy one unit of memory back."""
-    keep_last: Annotated[int, Field(ge=0, le=_MOST_COUNT)] | None = None
-    """Last subsequences of each sequence that stay, because their backward follows at once; 1 with
-    adaptive and 0 otherwise if left out."""
 
 
 class AbstractCase(AbstractCosts):
@@ -163,43 +151,35 @@ def compared_case(request: AbstractCase, *, name: str) -> tuple[Schedule, Costs]
     A schedule of whole sequences gets each sequence merged into one subsequence, not offloaded; a
     schedule without interleaving gets all stages of a rank merged into one.
     """
-    other = request.model_copy(update={"schedule": name})
+    count, stages, values = 1, 1, request.model_dump()
     if name in WHOLE_SEQUENCES and request.subsequences > 1:
         count = request.subsequences
-        costs = per_unit("unit costs", request.unit_costs, num_units=count)
-        sizes = per_unit("unit sizes", request.unit_sizes, num_units=count)
-        whole = {
-            "subsequences": 1,
-            "unit_costs": (float(costs.sum()),),
-            "unit_sizes": (float(sizes.sum()),),
-            "message_size": request.message_size * count,
-            "kv_size": request.kv_size * count,
-            "offload_ratio": "none",
-        }
-        other = other.model_copy(update=whole)
+        for key in ("unit_costs", "unit_sizes"):
+            what = key.replace("_", " ")
+            values[key] = (sum(per_unit(what, values[key], num_units=count)),)
+        values |= {"subsequences": 1, "offload_ratio": "none"}
     if request.virtual > 1 and name not in WITH_VIRTUAL_STAGES:
         stages = request.virtual
-        merged = {
-            "virtual": 1,
-            "forward": request.forward * stages,
-            "backward": request.backward * stages,
-            "weight": request.weight * stages,
-            "unit_sizes": tuple(size * stages for size in other.unit_sizes),
-            "weight_size": request.weight_size * stages,
-            "kv_size": other.kv_size * stages,
-        }
-        other = other.model_copy(update=merged)
-    return abstract_case(other)
+        values |= {"virtual": 1, "unit_sizes": [size * stages for size in values["unit_sizes"]]}
+    for key in ("forward", "backward", "weight", "weight_size"):
+        values[key] *= stages
+    values["message_size"] *= count
+    values["kv_size"] *= count * stages
+    return abstract_case(AbstractCase(**values | {"schedule": name}))
 
 
 def case_costs(given: AbstractCosts, *, num_stages: int, lengths: Sequence[Sequence[int]]) -> Costs:
-    """Return the given costs for `num_stages` stages and sequences of the given lengths."""
+    """Return the given costs for `num_stages` stages and sequences of the given lengths.
+
+    Raises:
+        ValueError: Another number of values than units.
+    """
     counts = [len(parts) for parts in lengths]
-    units = sum(counts)
+    shape = num_stages, sum(counts)
     bytes_per_s = math.inf if given.bandwidth == "unlimited" else given.bandwidth
     costs = abstract_costs(
         num_stages,
-        num_units=units,
+        num_units=sum(counts),
         forward_s=given.forward,
         backward_s=given.backward,
         weight_s=given.weight,
@@ -207,53 +187,25 @@ def case_costs(given: AbstractCosts, *, num_stages: int, lengths: Sequence[Seque
         activation_bytes=given.unit_sizes,
         links=Links(Link(given.latency, bytes_per_s)),
     )
-    shape = (num_stages, units)
-    costs = replace(
+    # Rates of copies, in bytes per second; a copy of no time has an unlimited one.
+    d2h, h2d = (1 / seconds if seconds else math.inf for seconds in (given.d2h, given.h2d))
+    ratios = np.zeros(shape)
+    if given.offload_ratio == "full":
+        ratios += 1.0
+    elif given.offload_ratio == "adaptive":
+        # The paper's section 5.2: the bytes whose copy overlaps one subsequence's compute.
+        size = np.maximum(costs.activation_bytes, np.finfo(float).tiny)
+        ratios = np.minimum(1.0, costs.forward_s * d2h / size)
+        ratios[:, np.cumsum(counts) - 1] = 0.0
+    elif isinstance(given.offload_ratio, tuple):
+        ratios += per_unit("offload ratios", given.offload_ratio, num_units=sum(counts))
+    return replace(
         costs,
-        message_bytes=np.full(units, given.message_size),
+        message_bytes=np.full(sum(counts), given.message_size),
+        offload_bytes=costs.activation_bytes * ratios,
         kv_bytes=np.full(shape, given.kv_size),
         kv_gradient_bytes=np.full(shape, 2 * given.kv_size),
         weight_bytes=np.full(num_stages, given.weight_size),
         weight_gradient_bytes=np.full(num_stages, 2 * given.weight_size),
-    )
-    if given.offload_ratio == "none":
-        return costs
-    ratios = offload_ratios(given, costs=costs, counts=counts)
-    return with_offload(costs, ratios=ratios, copies=_engines(given))
-
-
-def offload_ratios(given: AbstractCosts, *, costs: Costs, counts: Sequence[int]) -> Table:
-    """Return the fraction of each unit that leaves the device, [num_stages, num_units].
-
-    Raises:
-        ValueError: Another number of ratios than units, or more subsequences to keep than a
-            sequence has.
-    """
-    shape = (costs.num_stages, costs.num_units)
-    keep = given.keep_last
-    if keep is None:
-        keep = 1 if given.offload_ratio == "adaptive" else 0
-    if keep > min(counts):
-        raise ValueError(
-            f"keep_last is {keep}: must be from 0 to the {min(counts)} subsequences of a sequence"
-        )
-    if given.offload_ratio == "adaptive":
-        # The paper's section 5.2: the bytes whose copy overlaps one subsequence's compute.
-        hidden = costs.forward_s * _engines(given).d2h_bytes_per_s
-        size = np.maximum(costs.activation_bytes, np.finfo(float).tiny)
-        ratios = np.minimum(1.0, hidden / size)
-    elif isinstance(given.offload_ratio, tuple):
-        each = per_unit("offload ratios", given.offload_ratio, num_units=costs.num_units)
-        ratios = np.broadcast_to(each, shape).copy()
-    else:
-        ratios = np.ones(shape)
-    kept = np.concatenate([np.arange(count) >= count - keep for count in counts])
-    ratios[:, kept] = 0.0
-    return ratios
-
-
-def _engines(given: AbstractCosts) -> CopyEngines:
-    return CopyEngines(
-        d2h_bytes_per_s=1 / given.d2h if given.d2h else math.inf,
-        h2d_bytes_per_s=1 / given.h2d if given.h2d else math.inf,
+        copies=CopyEngines(d2h, h2d),
     )

@@ -324,7 +324,9 @@ def _order_problems(schedule: Schedule) -> Iterator[Violation]:
         ("copy order", begun, sequences, (Op.H2D_KV, Op.KV), sequences),
         ("reduction", schedule.of(Op.REDUCE), stages, (Op.B, Op.W), stages),
     ):
-        others, is_behind = schedule.first_after(later, schedule.of(*earlier), of=needed, among=own)
+        others, is_behind = schedule.nearest(
+            later, schedule.of(*earlier), of=needed, among=own, behind=True
+        )
         for action, other in zip(
             later[is_behind][:_SHOWN_OF_RULE], others[is_behind], strict=False
         ):
@@ -359,13 +361,13 @@ def _gradient_problems(schedule: Schedule) -> Iterator[Violation]:
     present = np.sort(np.concatenate([adding, leaving, back]))
 
     def have_left(some: Ints) -> Flags:
-        last, is_there = schedule.last_before(some, present, of=stages)
+        last, is_there = schedule.nearest(some, present, of=stages)
         is_there &= schedule.codes[last] == Op.D2H_GRADIENTS
         return is_there
 
-    _, is_followed = schedule.first_after(present, present, of=stages)
+    _, is_followed = schedule.nearest(present, present, of=stages, behind=True)
     ends = present[~is_followed]
-    _, is_made = schedule.last_before(leaving, present, of=stages)
+    _, is_made = schedule.nearest(leaving, present, of=stages)
     for wrong, problem in (
         (adding[have_left(adding)], "adds to gradients that have left"),
         (reducing[have_left(reducing)], "reduces gradients that have left"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 Table = npt.NDArray[np.float64]
+"""Values of stages and units, [num_stages, num_units]."""
+StageTable = Table
+"""Values of stages, [num_stages]."""
+UnitTable = Table
+"""Values of units, [num_units]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +121,9 @@ class Costs:
     forward_s: Table
     backward_s: Table
     weight_s: Table
-    reduce_s: Table
-    last_reduction_wait_s: Table
-    message_bytes: Table
+    reduce_s: StageTable
+    last_reduction_wait_s: StageTable
+    message_bytes: UnitTable
     activation_bytes: Table
     offload_bytes: Table
     kv_offload_bytes: Table
@@ -126,10 +131,10 @@ class Costs:
     operand_bytes: Table
     kv_bytes: Table
     kv_gradient_bytes: Table
-    weight_bytes: Table
-    weight_gradient_bytes: Table
-    streamed_weight_bytes: Table
-    streamed_gradient_bytes: Table
+    weight_bytes: StageTable
+    weight_gradient_bytes: StageTable
+    streamed_weight_bytes: StageTable
+    streamed_gradient_bytes: StageTable
     context_slope: float = 0.0
     links: Links = Links()
     copies: CopyEngines = CopyEngines()
@@ -187,26 +192,8 @@ class Costs:
         )
 
 
-_STAGE_TABLES = (
-    "reduce_s",
-    "last_reduction_wait_s",
-    "weight_bytes",
-    "weight_gradient_bytes",
-    "streamed_weight_bytes",
-    "streamed_gradient_bytes",
-)
-_STAGE_UNIT_TABLES = (
-    "forward_s",
-    "backward_s",
-    "weight_s",
-    "activation_bytes",
-    "offload_bytes",
-    "kv_offload_bytes",
-    "kv_recompute_s",
-    "operand_bytes",
-    "kv_bytes",
-    "kv_gradient_bytes",
-)
+_STAGE_UNIT_TABLES = tuple(each.name for each in fields(Costs) if each.type == "Table")
+_STAGE_TABLES = tuple(each.name for each in fields(Costs) if each.type == "StageTable")
 
 
 def _check_table(name: str, table: Table, *, shape: tuple[int, ...]) -> None:
@@ -272,15 +259,3 @@ def per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
             f"{len(values)} {what} for {num_units} units: give one per subsequence, or one for all"
         )
     return np.tile(np.asarray(values, dtype=np.float64), repeats)
-
-
-def with_offload(costs: Costs, *, ratios: Table, copies: CopyEngines) -> Costs:
-    """Return `costs` with the fractions `ratios` of all activations offloaded over `copies`.
-
-    Args:
-        costs: Costs of all other actions.
-        ratios: Offload ratio per stage and unit, 0 to 1.
-        copies: Bandwidth of the copies.
-    """
-    offloaded = costs.activation_bytes * ratios
-    return replace(costs, offload_bytes=offloaded, copies=copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -29,51 +30,35 @@ def msp_seconds(
     """
     seconds: dict[tuple[int, int], float] = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
-    before_kv_bytes, before_gradient_bytes = (
-        _before_units(table, lengths=schedule.lengths)
-        for table in (costs.kv_bytes, costs.kv_gradient_bytes)
+    kv, gradients = costs.kv_bytes, costs.kv_gradient_bytes
+    kv_before, gradients_before = (
+        _before_units(table, lengths=schedule.lengths) for table in (kv, gradients)
     )
     for slot, group in groups.items():
-        stage, unit = divmod(slot, costs.num_units)
+        at = stage, unit = divmod(slot, costs.num_units)
         owner = schedule.placement.rank_of(stage)
-        links = [costs.links.link(owner, receiver=r) for r in group.ranks if r != owner]
+        links = [costs.links.link(owner, receiver=rank) for rank in group.ranks if rank != owner]
         latency_s = max((link.latency_s for link in links), default=0.0)
-        bytes_per_s = min((link.bytes_per_s for link in links), default=float("inf"))
-        share = _largest_share(
-            group, start=int(starts[unit]), context_slope=costs.context_slope, schedule=schedule
-        )
-        before_kv = float(before_kv_bytes[stage, unit])
-        before_gradients = float(before_gradient_bytes[stage, unit])
-        own_kv = float(costs.kv_bytes[stage, unit])
-        weights = float(costs.weight_bytes[stage])
-        stream = weights + before_kv
-        forward = float(costs.forward_s[stage, unit]) * share
-        collectives = costs.unit_collectives_s[stage] if costs.unit_collectives_s else (0.0, 0.0)
-        streamed_s = latency_s + stream / bytes_per_s
-        seconds[Op.F, slot] = (
-            max(forward, streamed_s, collectives[0]) + latency_s + own_kv / bytes_per_s
-        )
-        own_gradients = float(costs.kv_gradient_bytes[stage, unit])
-        waited = before_kv + own_kv + before_gradients + own_gradients + own_kv
-        backward = float(costs.backward_s[stage, unit] + costs.weight_s[stage, unit]) * share
-        behind = max(weights, float(costs.weight_gradient_bytes[stage]))
-        sent_s = latency_s + behind / bytes_per_s
-        seconds[Op.B, slot] = (
-            max(backward, sent_s, collectives[1]) + latency_s + waited / bytes_per_s
-        )
-    return seconds
-
-
-def _largest_share(
-    group: MspGroup, *, start: int, context_slope: float, schedule: Schedule
-) -> float:
-    """Return the fraction of the unit's compute in the MSP group's slowest shard."""
-    if not schedule.cuts:
+        bytes_per_s = min((link.bytes_per_s for link in links), default=math.inf)
         # Equal shards by definition; abstract schedules count one token per rank or fewer.
-        return 1 / len(group.ranks)
-    ends = np.cumsum((0, *group.lengths))
-    compute = (1 + context_slope * start) * ends + context_slope * ends**2 / 2
-    return float(np.diff(compute).max() / compute[-1])
+        share = 1 / len(group.ranks)
+        if schedule.cuts:
+            ends = np.cumsum((0, *group.lengths))
+            slope = costs.context_slope
+            compute = (1 + slope * int(starts[unit])) * ends + slope * ends**2 / 2
+            share = float(np.diff(compute).max() / compute[-1])
+        weights, weight_gradients = costs.weight_bytes[stage], costs.weight_gradient_bytes[stage]
+        backward_s = (costs.backward_s[at] + costs.weight_s[at]) * share
+        waited = kv_before[at] + kv[at] + gradients_before[at] + gradients[at] + kv[at]
+        collectives = costs.unit_collectives_s[stage] if costs.unit_collectives_s else (0.0, 0.0)
+        for code, compute_s, streamed, collective_s, behind in (
+            (Op.F, costs.forward_s[at] * share, weights + kv_before[at], collectives[0], kv[at]),
+            (Op.B, backward_s, max(weights, weight_gradients), collectives[1], waited),
+        ):
+            streamed_s = latency_s + streamed / bytes_per_s
+            beside_s = max(compute_s, streamed_s, collective_s)
+            seconds[code, slot] = float(beside_s + latency_s + behind / bytes_per_s)
+    return seconds
 
 
 def _before_units(table: Table, *, lengths: Lengths) -> Table:

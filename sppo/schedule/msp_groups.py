@@ -46,6 +46,11 @@ class MspGroup:
     ranks: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    @property
+    def holders(self) -> tuple[tuple[int, int], ...]:
+        """Rank and tokens of each shard."""
+        return tuple(zip(self.ranks, self.lengths, strict=True))
+
 
 def msp_ranges(groups: Mapping[int, MspGroup]) -> list[tuple[int, int]]:
     """Return the distinct ranges (first, last) of ranks of MSP groups, in order."""
@@ -89,7 +94,7 @@ def balanced_shards(
 
 
 def routes_between(
-    producer: Sequence[tuple[int, int]], *, consumer: Sequence[tuple[int, int]]
+    producer: Sequence[tuple[int, int]], consumer: Sequence[tuple[int, int]]
 ) -> tuple[Route, ...]:
     """Return the messages between two cuts of the same tokens, each (rank, tokens) per shard."""
     ends_out = list(accumulate(tokens for _, tokens in producer))

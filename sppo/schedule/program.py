@@ -22,7 +22,7 @@ import numpy as np
 
 from sppo.schedule.actions import Op, Placement
 from sppo.schedule.checks import check_deadlock_free, validate
-from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
+from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.graph import Flags
 from sppo.schedule.multiplexing.multiplex import multiplex
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
@@ -177,9 +177,9 @@ def equal_costs(
     leaves, recomputed = np.zeros((2, stages, units))
     leaves[list(kv_offloaded)] = 1.0
     recomputed[list(kv_recomputed)] = 1.0
-    costs = with_offload(costs, ratios=offloaded.astype(np.float64), copies=CopyEngines())
     return replace(
         costs,
+        offload_bytes=costs.activation_bytes * offloaded,
         kv_bytes=np.ones((stages, units)),
         kv_offload_bytes=leaves,
         kv_recompute_s=recomputed,

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +80,7 @@ class Schedule:
         shards: Shard of each action.
         widths: Number of shards of each action's unit, or of messages for SEND and RECV.
         tokens: Tokens of each unit.
+        keys: Sequence and subsequence of each unit.
         num_units: Number of units of the step: subsequences of all sequences together.
         size: Number of slots.
     """
@@ -97,6 +98,7 @@ class Schedule:
         self.never: int = columns.shape[1]
         self.num_ranks, self.num_stages = placement.num_ranks, placement.num_stages
         self.tokens = [tokens for parts in lengths for tokens in parts]
+        self.keys = [(m, n) for m, parts in enumerate(lengths) for n in range(len(parts))]
         self.num_units = len(self.tokens)
         self.size = self.num_stages * self.num_units
         ends = np.array([[NOWHERE], [_NEVER], [0], [0], [1]])
@@ -194,8 +196,6 @@ class Schedule:
     def named(self, columns: Ints) -> tuple[Action, ...]:
         """Return the actions of some columns by name."""
         _, codes, slots, shards, widths = columns.tolist()
-        units: list[tuple[int | None, int | None]]
-        units = [(m, n) for m, parts in enumerate(self.lengths) for n in range(len(parts))]
         found = []
         for code, slot, shard, width in zip(codes, slots, shards, widths, strict=True):
             kind, wire = _NAMES[code]
@@ -203,7 +203,7 @@ class Schedule:
                 found.append(Action(kind, slot, wire=wire))
                 continue
             stage, unit = divmod(slot, self.num_units)
-            sequence, subsequence = units[unit]
+            sequence, subsequence = self.keys[unit]
             found.append(Action(kind, stage, sequence, subsequence, wire, shard, width))
         return tuple(found)
 
@@ -301,41 +301,32 @@ class Schedule:
         first = [self.at(code, self.slots[cut]) for code in (Op.F, Op.B)]
         return cut, np.where(self.codes[cut] == Op.F, *first)
 
-    def last_before(self, actions: Ints, candidates: Ints, *, of: Ints) -> tuple[Ints, Flags]:
-        """Return the last candidate before each action in the same group, and whether there is one.
-
-        Args:
-            actions: Actions.
-            candidates: Actions to choose from, in ascending order.
-            of: Group of each action: its rank or its stage.
-        """
-        return self._nearest(actions, candidates, of, of, "left", -1)
-
-    def first_after(
-        self, actions: Ints, candidates: Ints, *, of: Ints, among: Ints | None = None
+    def nearest(
+        self,
+        actions: Ints,
+        candidates: Ints,
+        *,
+        of: Ints,
+        among: Ints | None = None,
+        behind: bool = False,
     ) -> tuple[Ints, Flags]:
-        """Return the first candidate behind each action, as :meth:`last_before` does.
+        """Return the nearest candidate of the same group before each action, or behind it.
 
         Args:
             actions: Actions.
             candidates: Actions to choose from.
-            of: Group of each action.
+            of: Group of each action: its rank or its stage, say.
             among: Group of each candidate, where it differs from `of`.
-        """
-        return self._nearest(actions, candidates, of, of if among is None else among, "right", 0)
+            behind: Whether to look behind the actions instead of before them.
 
-    def _nearest(
-        self,
-        actions: Ints,
-        candidates: Ints,
-        of: Ints,
-        among: Ints,
-        side: Literal["left", "right"],
-        step: int,
-    ) -> tuple[Ints, Flags]:
-        ordered = np.append(np.sort(among[candidates] * of.size + candidates), -1)
+        Returns:
+            The candidates, and whether there is one.
+        """
+        groups = of if among is None else among
+        ordered = np.append(np.sort(groups[candidates] * of.size + candidates), -1)
         wanted = of[actions] * of.size + actions
-        found = ordered[np.searchsorted(ordered[:-1], wanted, side) + step]
+        place = np.searchsorted(ordered[:-1], wanted, "right" if behind else "left")
+        found = ordered[place if behind else place - 1]
         return found % of.size, found // of.size == of[actions]
 
     def slot(self, stage: int, unit: UnitKey) -> int:
@@ -391,16 +382,13 @@ class Schedule:
 
     def _routes(self, slot: int, consumer: int) -> tuple[Route, ...]:
         """Return the routes of a unit between adjacent stages; gradients take those of F back."""
-        ahead = routes_between(
-            self._holders(min(slot, consumer)), consumer=self._holders(max(slot, consumer))
-        )
+        ahead = routes_between(*map(self._holders, sorted((slot, consumer))))
         return ahead if slot < consumer else tuple(route.reversed() for route in ahead)
 
-    def _holders(self, slot: int) -> list[tuple[int, int]]:
+    def _holders(self, slot: int) -> Sequence[tuple[int, int]]:
         """Return rank and tokens of every shard of a unit on a stage."""
-        group = self.msp_groups.get(slot)
-        if group:
-            return list(zip(group.ranks, group.lengths, strict=True))
+        if slot in self.msp_groups:
+            return self.msp_groups[slot].holders
         stage, unit = divmod(slot, self.num_units)
         return [(self.placement.rank_of(stage), self.tokens[unit])]
 

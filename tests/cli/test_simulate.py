@@ -84,7 +84,7 @@ def test_a_program_can_be_written_edited_and_simulated(tmp_path):
 def test_a_program_with_copies_is_offloaded(tmp_path):
     file = tmp_path / "program.txt"
     shape = ("schedule=sppo", "ranks=1", "sequences=1", "subsequences=4")
-    succeed("simulate", *shape, "offload_ratio=full", "keep_last=1", "--write-program", file)
+    succeed("simulate", *shape, "offload_ratio=1,1,1,0", "--write-program", file)
     assert report("--program", file)["device_peak_bytes"] == [2]
 
 
@@ -119,7 +119,6 @@ def test_all_problems_of_an_abstract_case_are_listed_as_those_of_a_run_file():
         "ranks=0": "0 must be greater than or equal to 1",
         "forward=-1": "-1 must be greater than or equal to 0",
         "h2d=nan": "'nan' must be a finite number",
-        "keep_last=-1": "-1 must be greater than or equal to 0",
         "virtual=x": "'x' must be a valid integer",
         "bandwidth=0": "0 neither unlimited nor valid: must be greater than 0",
         "unit_costs=1,x": "'x' must be a valid number",
@@ -127,7 +126,7 @@ def test_all_problems_of_an_abstract_case_are_listed_as_those_of_a_run_file():
         "bandwith=1": "1 unknown key. Did you mean 'bandwidth'?",
     }
     lines = [" ".join(line.split()) for line in refuse("simulate", *wrong).splitlines()]
-    assert "the request has 12 problems" in lines[0]
+    assert "the request has 11 problems" in lines[0]
     assert any(line == "sequences (missing) required" for line in lines)
     for word, message in wrong.items():
         key = word.partition("=")[0]

@@ -291,7 +291,7 @@ def checkpoints(draw: st.DrawFn, directory: Path) -> None:
 SIMULATE = (
     "schedule", "ranks", "virtual", "sequences", "subsequences", "forward", "backward",
     "weight", "unit_costs", "unit_sizes", "latency", "bandwidth", "message_size", "weight_size",
-    "kv_size", "offload_ratio", "d2h", "h2d", "keep_last",
+    "kv_size", "offload_ratio", "d2h", "h2d",
 )  # fmt: skip
 VALUES = ("0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e308", "1e-308", "sppo", "seq1f1b",
           "1,2", "full", "adaptive", "0.5", "x", "", "9" * 5000, "\x1b[31m", "99999999",

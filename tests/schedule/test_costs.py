@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sppo.schedule.abstract import AbstractCase, abstract_case, compared_case
-from sppo.schedule.costs import CopyEngines, abstract_costs, with_offload
+from sppo.schedule.costs import abstract_costs
 from sppo.schedule.simulation.simulate import simulate
 
 
@@ -34,12 +34,6 @@ def test_wrong_tables_are_refused(table, message):
         replace(abstract_costs(1, num_units=2), **table)
 
 
-def test_offload_moves_a_share_of_the_activations():
-    costs = abstract_costs(1, num_units=2, activation_bytes=(4, 2))
-    offloaded = with_offload(costs, ratios=np.array([[0.5, 1.0]]), copies=CopyEngines(1.0, 1.0))
-    assert offloaded.offload_bytes.tolist() == [[2, 2]]
-
-
 CASE = AbstractCase(schedule="interleaved_seq1f1b", ranks=2, sequences=2, subsequences=4, virtual=2)
 
 
@@ -58,13 +52,6 @@ def test_compared_schedules_do_the_same_work(name):
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"offload_ratio": (0.1, 0.2, 0.3)}, "3 offload ratios for 8 units"),
-        ({"offload_ratio": "full", "keep_last": 5}, "keep_last is 5: must be from 0 to the 4"),
-    ],
-)
-def test_costs_that_do_not_fit_the_shape_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        abstract_case(CASE.model_copy(update=change))
+def test_costs_that_do_not_fit_the_shape_are_refused():
+    with pytest.raises(ValueError, match="3 offload ratios for 8 units"):
+        abstract_case(CASE.model_copy(update={"offload_ratio": (0.1, 0.2, 0.3)}))

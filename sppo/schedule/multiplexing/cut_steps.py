@@ -2,14 +2,13 @@
 
 Within a sequence, forwards run in the order in which they can start, and backwards in the reverse
 order, on all ranks. So one walk along that order gives the step time, equal to the result of the
-simulation (:mod:`sppo.schedule.simulation.clock`) of the program, without making the program.
+simulation (:mod:`sppo.schedule.simulation.simulate`) of the program, without making the program.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,11 +16,11 @@ from sppo.schedule.actions import Cut, Op
 from sppo.schedule.costs import Costs
 from sppo.schedule.graph import Ints
 from sppo.schedule.msp_costs import msp_seconds
-from sppo.schedule.msp_groups import MspGroup, routes_between
+from sppo.schedule.msp_groups import MspGroup, Route, routes_between
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.communication import with_reductions
 
-_Messages = tuple[tuple[int, float, float], ...]
+_Messages = list[tuple[int, float, float]]
 """Messages of a unit between two stages: (link, seconds on the link, latency after that)."""
 
 
@@ -49,12 +48,11 @@ class CutSteps:
         self._offsets = plain.unit_offsets
         self._rank_of = [plain.placement.rank_of(stage) for stage in range(costs.num_stages)]
         self._reduce_s: list[float] = costs.reduce_s.tolist()
-        self._tokens = [tokens for parts in plain.lengths for tokens in parts]
         self._whole_s: dict[int, list[float]] = {
             Op.F: costs.forward_s.ravel().tolist(),
             Op.B: (costs.backward_s + costs.weight_s).ravel().tolist(),
         }
-        priced = self._of_columns(plain.columns, groups=groups.values())
+        priced = self._of_columns(plain.columns, groups=groups)
         self._cut_s = msp_seconds(priced, groups=groups, costs=costs)
         self._messages: dict[tuple[int, int, bool, bool], _Messages] = {}
 
@@ -68,10 +66,10 @@ class CutSteps:
         actions: list[tuple[int, ...]] = []
         for sequence in range(self.plain.num_sequences):
             forwards = [
-                (rank, Op.F, slot, shard, len(ranks))
+                (rank, Op.F, slot, shard, len(holders))
                 for slot in self._order(sequence, chosen)
-                for ranks in [self._ranks(slot, chosen)]
-                for shard, rank in enumerate(ranks)
+                for holders in [self._holders(slot, chosen)]
+                for shard, (rank, _) in enumerate(holders)
             ]
             actions += forwards
             if not self._forward_only:
@@ -79,16 +77,16 @@ class CutSteps:
         columns = np.array(actions, dtype=np.int64).T
         columns = columns[:, np.argsort(columns[0], kind="stable")]
         # Borrowers send their gradients to the owner of a stage, so only the owner reduces.
-        return with_reductions(self._of_columns(columns, groups=chosen.values()))
+        return with_reductions(self._of_columns(columns, groups=chosen))
 
-    def _of_columns(self, columns: Ints, *, groups: Iterable[MspGroup]) -> Schedule:
-        plain = self.plain
-        cuts = self._cuts(groups)
-        return Schedule(plain.name, plain.placement, plain.lengths, columns, cuts)
-
-    def _ranks(self, slot: int, chosen: Mapping[int, MspGroup]) -> tuple[int, ...]:
-        group = chosen.get(slot)
-        return group.ranks if group else (self._rank_of[slot // self._units],)
+    def _of_columns(self, columns: Ints, *, groups: Mapping[int, MspGroup]) -> Schedule:
+        """Return a schedule with MSP groups, whose shards differ if compute grows with context."""
+        plain, cuts = self.plain, []
+        if self.costs.context_slope != 0:
+            for slot, group in groups.items():
+                stage, unit = divmod(slot, self._units)
+                cuts.append(Cut(stage, *plain.keys[unit], group.lengths))
+        return Schedule(plain.name, plain.placement, plain.lengths, columns, tuple(sorted(cuts)))
 
     def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
         """Return the simulated seconds of a step with exactly the MSP groups `chosen`."""
@@ -165,42 +163,27 @@ class CutSteps:
         """Return the messages of a unit to an adjacent stage."""
         key = slot, target, slot in chosen, target in chosen
         if key not in self._messages:
-            self._messages[key] = tuple(self._messages_of(*key))
+            # Routes are defined for activations; gradients take the same routes in reverse.
+            ends = (self._holders(one, chosen) for one in sorted((slot, target)))
+            routes = routes_between(*ends)
+            self._messages[key] = [
+                self._message(slot % self._units, route if slot < target else route.reversed())
+                for route in routes
+                if route.sender != route.receiver
+            ]
         return self._messages[key]
 
-    def _messages_of(
-        self, slot: int, target: int, cut: bool, target_cut: bool
-    ) -> Iterator[tuple[int, float, float]]:
-        unit_bytes = float(self.costs.message_bytes[slot % self._units])
-        holders = self._holders(slot, cut), self._holders(target, target_cut)
-        # Routes are defined for activations; gradients take the same routes in reverse.
-        producer, consumer = holders if slot < target else holders[::-1]
-        for route in routes_between(producer, consumer=consumer):
-            ends = route.sender, route.receiver
-            sender, receiver = ends if slot < target else ends[::-1]
-            if sender != receiver:
-                link = self.costs.links.link(sender, receiver=receiver)
-                wire_s = unit_bytes * route.share / link.bytes_per_s
-                yield sender * self.plain.num_ranks + receiver, wire_s, link.latency_s
+    def _message(self, unit: int, route: Route) -> tuple[int, float, float]:
+        link = self.costs.links.link(route.sender, receiver=route.receiver)
+        wire_s = float(self.costs.message_bytes[unit]) * route.share / link.bytes_per_s
+        return route.sender * self.plain.num_ranks + route.receiver, wire_s, link.latency_s
 
-    def _holders(self, slot: int, cut: bool) -> list[tuple[int, int]]:
-        """Return (rank, tokens) of the shards of a unit on a stage."""
+    def _holders(self, slot: int, chosen: Mapping[int, MspGroup]) -> Sequence[tuple[int, int]]:
+        """Return rank and tokens of each shard of a unit on a stage."""
+        if slot in chosen:
+            return chosen[slot].holders
         stage, unit = divmod(slot, self._units)
-        if not cut:
-            return [(self._rank_of[stage], self._tokens[unit])]
-        group = self.groups[slot]
-        return list(zip(group.ranks, group.lengths, strict=True))
-
-    def _cuts(self, groups: Iterable[MspGroup]) -> tuple[Cut, ...]:
-        """Return token counts of the shards; empty if compute does not grow with the context."""
-        if self.costs.context_slope == 0:
-            return ()
-        cuts = []
-        for group in groups:
-            stage, unit = divmod(group.slot, self._units)
-            sequence = bisect_right(self._offsets, unit) - 1
-            cuts.append(Cut(stage, sequence, unit - self._offsets[sequence], group.lengths))
-        return tuple(sorted(cuts))
+        return [(self._rank_of[stage], self.plain.tokens[unit])]
 
     def _order(self, sequence: int, chosen: Mapping[int, MspGroup]) -> list[int]:
         """Return the slots of a sequence in the order of their starts; ties: most ranks first.

@@ -158,7 +158,7 @@ class Dependencies:
         """Let compute run in program order, with reductions, and return the turns."""
         schedule = self.schedule
         reductions, leaving = schedule.of(Op.REDUCE), schedule.of(Op.D2H_GRADIENTS)
-        _, is_reduced = schedule.last_before(leaving, reductions, of=schedule.stages)
+        _, is_reduced = schedule.nearest(leaving, reductions, of=schedule.stages)
         early = leaving[~is_reduced]
         wait_s = self._costs.last_reduction_wait_s[schedule.stages[early]]
         reduced = self._new_services(wait_s, early, turn=-1)
@@ -270,10 +270,10 @@ class Dependencies:
             held[ago:] |= (stages[ago:] == stages[:-ago]) & (ranks[ago:] == ranks[:-ago])
         self.seconds[weights[held]] = 0.0
         self._after_compute(np.concatenate([weights, gradients, leaving]))
-        gone, has_gone = schedule.last_before(gradients, leaving, of=schedule.stages)
+        gone, has_gone = schedule.nearest(gradients, leaving, of=schedule.stages)
         self._wait(gone[has_gone], gradients[has_gone])
         fetched = np.concatenate([weights[~held], gradients])
-        used, is_used = schedule.first_after(fetched, schedule.compute, of=schedule.stages)
+        used, is_used = schedule.nearest(fetched, schedule.compute, of=schedule.stages, behind=True)
         self._wait(fetched[is_used], self.inputs[used[is_used]], cause=COPY)
         return fetched
 
@@ -305,7 +305,7 @@ class Dependencies:
             self.turns[saved] = self.turns[readers] - 3
         else:
             self._wait(saved, self.inputs[readers], cause=COPY)
-        beside, is_beside = schedule.first_after(kv, schedule.of(Op.B), of=ranks)
+        beside, is_beside = schedule.nearest(kv, schedule.of(Op.B), of=ranks, behind=True)
         kv, beside = kv[is_beside], beside[is_beside]
         self.turns[kv] = self.turns[beside] - 2
         is_read = schedule.stages[kv] == schedule.stages[beside]
@@ -342,7 +342,7 @@ class Dependencies:
         ahead_s = np.minimum(behind_s, self._flow("back", saved) * seconds[readers] / layers)
         lag_s = behind_s - ahead_s + block_s - seconds[readers]
         self.last_blocks = Edges.of(readers, saved, lag_s=lag_s)
-        before, is_before = schedule.last_before(readers, schedule.of(Op.B), of=schedule.ranks)
+        before, is_before = schedule.nearest(readers, schedule.of(Op.B), of=schedule.ranks)
         saved, before = saved[is_before], before[is_before]
         layer_before_s = seconds[before] / self._flow("layers", before)
         self._wait(before, saved, lag_s=-self._flow("back", saved) * layer_before_s)
@@ -379,10 +379,10 @@ class Dependencies:
         blocks_s = np.zeros(seconds.size)
         blocks_s[copies] = seconds[copies] / self._flow("layers", copies)
         blocks_s[kv] += blocks_s[schedule.at(Op.D2H, slots[kv])]
-        before, _ = schedule.last_before(forward, copies, of=schedule.ranks)
+        before, _ = schedule.nearest(forward, copies, of=schedule.ranks)
         if self._costs.state_copies is None:
             copies = schedule.of(Op.D2H, Op.D2H_KV, Op.D2H_GRADIENTS)
-        last, is_last = schedule.last_before(forward, copies, of=schedule.ranks)
+        last, is_last = schedule.nearest(forward, copies, of=schedule.ranks)
         own_s = [beyond * layer_s, block_s + (beyond - 1) * layer_s, beyond * block_s]
         lag_s = np.where(beyond > 0, np.maximum.reduce(own_s), beyond * blocks_s[before])
         lag_s = np.maximum((layers - 1) * layer_s - (out - 1) * blocks_s[before], lag_s) - all_s

@@ -115,9 +115,9 @@ def place_copies(
 def _h2d_places(schedule: Schedule, back: Ints) -> Ints:
     """Return the place of the H2D of each backward `back`."""
     ranks, forward = schedule.ranks, schedule.at(Op.F, schedule.slots[back], schedule.shards[back])
-    before, is_before = schedule.last_before(back, schedule.of(Op.B), of=ranks)
+    before, is_before = schedule.nearest(back, schedule.of(Op.B), of=ranks)
     # No backward precedes the first one; its copy starts at the compute before it.
-    compute, _ = schedule.last_before(back, schedule.compute, of=ranks)
+    compute, _ = schedule.nearest(back, schedule.compute, of=ranks)
     return np.maximum(np.where(is_before, before, compute), forward + 1)
 
 

@@ -272,7 +272,7 @@ def test_routes_carry_every_token_once(out, into):
     out = [*out, sum(into) - sum(out)]
     producer = [(k, tokens) for k, tokens in enumerate(out) if tokens]
     consumer = [(10 + k, tokens) for k, tokens in enumerate(into) if tokens]
-    routes = routes_between(producer, consumer=consumer)
+    routes = routes_between(producer, consumer)
     total = sum(out)
     for rank, tokens in producer:
         assert sum(r.share for r in routes if r.sender == rank) == pytest.approx(tokens / total)

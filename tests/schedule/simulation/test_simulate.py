@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sppo.schedule.actions import Action, ActionKind, Placement
 from sppo.schedule.checks import validate
-from sppo.schedule.costs import CopyEngines, LayerCopies, Link, Links, abstract_costs, with_offload
+from sppo.schedule.costs import CopyEngines, LayerCopies, Link, Links, abstract_costs
 from sppo.schedule.program import lower
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import DeadlockError, simulate, simulate_step
@@ -273,7 +273,9 @@ def test_a_simulated_step_is_that_of_its_timeline(name, by_layer):
         shape[0], num_units=shape[1], weight_s=1.0, links=Links(Link(0.1, bytes_per_s=4.0))
     )
     costs = replace(
-        with_offload(costs, ratios=np.full(shape, 0.5), copies=CopyEngines(0.3, 0.3)),
+        costs,
+        offload_bytes=costs.activation_bytes / 2,
+        copies=CopyEngines(0.3, 0.3),
         message_bytes=np.ones(shape[1]),
         reduce_s=np.full(shape[0], 0.5),
         kv_bytes=np.ones(shape),

@@ -26,9 +26,9 @@ def offload(ranks=1, sizes=(1.0,), **how):
     ("how", "makespan", "peak"),
     [
         ({"offload_ratio": "none"}, 12, 4),
-        ({"offload_ratio": "full", "keep_last": 1}, 12, 2),
-        ({"offload_ratio": "full", "keep_last": 1, "d2h": 2, "h2d": 2}, 15, 3),
-        ({"offload_ratio": "full", "keep_last": 2, "d2h": 2, "h2d": 2}, 12, 3),
+        ({"offload_ratio": (1, 1, 1, 0)}, 12, 2),
+        ({"offload_ratio": (1, 1, 1, 0), "d2h": 2, "h2d": 2}, 15, 3),
+        ({"offload_ratio": (1, 1, 0, 0), "d2h": 2, "h2d": 2}, 12, 3),
     ],
 )
 def test_the_miniature_on_one_rank(how, makespan, peak):
