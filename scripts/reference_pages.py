@@ -157,14 +157,12 @@ def commands_page() -> str:
 
 def policies_page() -> str:
     """Return the page of activation policies."""
-    cells = [(f"`{name}`", *words) for name, words in policy.DESCRIPTIONS.items()]
     return _page(
         "# Activation policies",
         "`activations.policy` says what becomes of saved tensors between forward and backward. "
         "`auto`, the default, is `hybrid`; where everything fits that is `retain`. How to "
         "think of them: [subsequences and the two-level "
         "policy](../explanation/subsequences.md).",
-        _table(("policy", "retains", "offloads", "recomputes in backward"), cells),
         _details(policy),
         "## Classes of tensors",
         _details(tensor_classes),

@@ -13,14 +13,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from sppo.activations.placement import Counts
 from sppo.activations.subsequence_placement import Rows, SubsequencePlacement
 from sppo.activations.tensor_classes import ATTENTION, RESIDUAL, class_of
 from sppo.schedule.actions import Action, ActionKind, UnitKey
+
+Flags = npt.NDArray[np.bool_]
+_Sizes = TypeVar("_Sizes", int, Counts)
 
 TENSOR_ALIGNMENT_BYTES = 64
 """Alignment of the tensors in a block, with which kernels are fastest."""
@@ -120,52 +124,40 @@ class BlockLayout:
                 found[name] = of_tensor[index]
         return found
 
-    def tensor_bytes(
-        self, rows: Rows, *, own_input: bool, residual: Rows | None = None
-    ) -> dict[str, int]:
-        """Return the bytes of the tensors of :meth:`tensor_rows` on one device, by name."""
-        found = self.tensor_rows(rows, own_input=own_input, residual=residual)
-        return {
-            name: -(-count * self.row_bytes[name] // self.shard_count)
-            for name, count in found.items()
-        }
-
     @cached_property
     def _tensors(self) -> list[tuple[int, str]]:
         """Class and name of every tensor that a layer may save, in the order within a block."""
         return sorted((class_of(name), name) for name in self.row_bytes)
 
     def blocks(
-        self, rows: Rows, *, attention_saved: bool, residual: Rows | None = None
-    ) -> tuple[int, ...]:
-        """Return the size of each layer's block for given rows, see :meth:`tensor_rows`."""
-        sizes = {
-            own: packed_bytes(self.tensor_bytes(rows, own_input=own, residual=residual).values())
-            for own in (False, True)
-        }
-        return tuple(
-            sizes[self.has_own_input(layer, attention_saved=attention_saved)]
-            for layer in self.layers
-        )
-
-    def block_sizes(self, rows: Counts) -> Counts:
-        """Return the size of a layer's block without and with its own input.
+        self, rows: Counts, *, attention_saved: Flags, residual: Counts | None = None
+    ) -> Counts:
+        """Return the size of each layer's block of any number of subsequences, [n, layers].
 
         Args:
-            rows: Offloaded rows of each class, of any number of subsequences, [n, 3].
-
-        Returns:
-            [2, n].
+            rows: Offloaded rows of each class, [n, 3].
+            attention_saved: Whether attention outputs are saved, [n].
+            residual: Offloaded rows for tensors of the residual stream, if they differ.
         """
-        return aligned_counts(
-            self.layer_bytes(rows, alignment=TENSOR_ALIGNMENT_BYTES), BLOCK_ALIGNMENT_BYTES
+        tensors = self.layer_bytes(rows, residual=residual, alignment=TENSOR_ALIGNMENT_BYTES)
+        without, with_input = aligned_bytes(tensors, BLOCK_ALIGNMENT_BYTES)[:, :, None]
+        own_input = np.array(
+            [
+                [self.has_own_input(layer, attention_saved=saved) for layer in self.layers]
+                for saved in (False, True)
+            ]
         )
+        blocks: Counts = np.where(own_input[attention_saved.astype(np.int64)], with_input, without)
+        return blocks
 
-    def layer_bytes(self, rows: Counts, *, alignment: int = 1) -> Counts:
+    def layer_bytes(
+        self, rows: Counts, *, residual: Counts | None = None, alignment: int = 1
+    ) -> Counts:
         """Return the bytes of a layer's tensors on one device, without and with its own input.
 
         Args:
             rows: Rows of each class, of any number of subsequences, [n, 3].
+            residual: Rows of each class for tensors of the residual stream, if they differ.
             alignment: Multiple to which the bytes of each tensor are rounded up.
 
         Returns:
@@ -173,7 +165,8 @@ class BlockLayout:
         """
         sizes = np.zeros((2, len(rows)), dtype=np.int64)
         for index, name in self._tensors:
-            aligned = aligned_counts(self.sharded_bytes(name, rows[:, index]), alignment)
+            of_tensor = rows if residual is None or name not in RESIDUAL else residual
+            aligned = aligned_bytes(self.sharded_bytes(name, of_tensor[:, index]), alignment)
             sizes += np.stack([aligned * (name != "x_in"), aligned])
         return sizes
 
@@ -262,15 +255,13 @@ class ActivationLayout:
     def retained_bytes(self, unit: UnitKey) -> int:
         """Return the bytes of the unit that stay on the device, with every tensor aligned."""
         placement, residual = self._placement(unit), self.shards[unit][self.rank]
-        return sum(
-            aligned_bytes(size)
-            for layer in self.blocks.layers
-            for size in self.blocks.tensor_bytes(
-                placement.retained,
-                own_input=self.saves_input(unit, layer),
-                residual=residual.retained,
-            ).values()
-        )
+        without, with_input = self.blocks.layer_bytes(
+            np.array([placement.retained]),
+            residual=np.array([residual.retained]),
+            alignment=TENSOR_ALIGNMENT_BYTES,
+        )[:, 0].tolist()
+        own = sum(self.saves_input(unit, layer) for layer in self.blocks.layers)
+        return int(own * with_input + (len(self.blocks.layers) - own) * without)
 
     def extents(self) -> dict[ActivationKey, Extent]:
         """Return the extents of all blocks of the stage; those of a sequence are contiguous.
@@ -279,8 +270,16 @@ class ActivationLayout:
         """
         layers, ends = self.blocks.layers, {sequence: 0 for sequence, _ in self.shards}
         starts: dict[ActivationKey, Extent] = {}
-        for unit in sorted(self.shards):
-            sizes = self._block_bytes(unit)
+        units = sorted(self.shards)
+        placements = [self._placement(unit) for unit in units]
+        blocks = self.blocks.blocks(
+            np.array([placement.offloaded for placement in placements]).reshape(-1, 3),
+            attention_saved=np.array([placement.attention_saved for placement in placements]),
+            residual=np.array([self.shards[unit][self.rank].offloaded for unit in units]).reshape(
+                -1, 3
+            ),
+        )
+        for unit, sizes in zip(units, blocks.tolist(), strict=True):
             *offsets, ends[unit[0]] = accumulate(sizes, initial=ends[unit[0]])
             for layer, offset, size in zip(layers, offsets, sizes, strict=True):
                 starts[ActivationKey(*unit, layer)] = Extent(offset, size)
@@ -302,15 +301,6 @@ class ActivationLayout:
         if self.unsharded_token_placements is None:
             return self.shards[unit][self.rank]
         return self.unsharded_token_placements[unit]
-
-    def _block_bytes(self, unit: UnitKey) -> tuple[int, ...]:
-        """Return the size of each layer's block."""
-        placement = self._placement(unit)
-        return self.blocks.blocks(
-            placement.offloaded,
-            attention_saved=placement.attention_saved,
-            residual=self.shards[unit][self.rank].offloaded,
-        )
 
 
 def offload_schedule(
@@ -391,11 +381,6 @@ def packed_bytes(sizes: Iterable[int]) -> int:
     return aligned_bytes(sum(map(aligned_bytes, sizes)), BLOCK_ALIGNMENT_BYTES)
 
 
-def aligned_counts(sizes: Counts, alignment: int) -> Counts:
-    """Return `sizes` rounded up to multiples of `alignment`."""
+def aligned_bytes(sizes: _Sizes, alignment: int = TENSOR_ALIGNMENT_BYTES) -> _Sizes:
+    """Return sizes rounded up to multiples of ``alignment``."""
     return -(-sizes // alignment) * alignment
-
-
-def aligned_bytes(size: int, alignment: int = TENSOR_ALIGNMENT_BYTES) -> int:
-    """Return ``size`` rounded up to a multiple of ``alignment``."""
-    return -(-size // alignment) * alignment

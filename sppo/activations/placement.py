@@ -8,8 +8,7 @@ A row is one token of one subsequence; the tensor classes are defined in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,30 +22,25 @@ ROW_ALIGNMENT = 128
 """Number of rows; a class is cut only at a multiple of it."""
 
 
-@dataclass(frozen=True, eq=False)
-class ActivationPlacement:
-    """Rows of every tensor class of all stages and subsequences, by placement.
-
-    Attributes:
-        retained: Rows that stay on the device, [stages, subsequences, 3].
-        offloaded: Rows that are copied to the next tier and back, of the same shape.
-        recomputed: Rows that backward recomputes, of the same shape.
-    """
+class ActivationPlacement(NamedTuple):
+    """Rows of every tensor class of all stages and subsequences, [stages, subsequences, 3] each."""
 
     retained: Counts
+    """Rows that stay on the device."""
     offloaded: Counts
+    """Rows that are copied to the next tier and back."""
     recomputed: Counts
+    """Rows that backward recomputes."""
 
     @property
     def tokens(self) -> Counts:
         """Tokens of every subsequence, [subsequences]."""
-        tables = (self.retained, self.offloaded, self.recomputed)
-        tokens: Counts = np.sum([table[0, :, X_IN] for table in tables], axis=0)
+        tokens: Counts = np.sum([table[0, :, X_IN] for table in self], axis=0)
         return tokens
 
     def of_stages(self, own: slice | list[int]) -> ActivationPlacement:
         """Return the placement of some stages."""
-        return ActivationPlacement(self.retained[own], self.offloaded[own], self.recomputed[own])
+        return ActivationPlacement(*(table[own] for table in self))
 
     @property
     def offloads_anything(self) -> bool:

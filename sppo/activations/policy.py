@@ -35,38 +35,14 @@ from sppo.activations.tensor_classes import (
 from sppo.config.model import ModelConfig
 from sppo.schedule.costs import Table
 
-POLICIES = ("retain", "keep_attention", "recompute")
-"""Policies that offload nothing, in order of decreasing memory."""
-OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
-"""Policies that use another tier, or a memory budget."""
-
-DESCRIPTIONS: Mapping[str, tuple[str, str, str]] = {
-    "retain": ("everything backward reads", "", "norms and activations"),
-    "keep_attention": (
-        "layer input, attention output and log-sum-exp",
-        "",
-        "the projections, not attention",
-    ),
-    "recompute": ("layer input", "", "projections and attention"),
-    "offload_all": ("", "everything", "norms and activations"),
-    "sppo": (
-        "what does not hide, and the last subsequence",
-        "what hides behind the next subsequence",
-        "norms and activations",
-    ),
-    "hybrid": (
-        "what fits, decided for each stage and subsequence",
-        "of the rest what hides",
-        "what is left, cheapest first",
-    ),
-}
-"""Saved tensors that each policy retains, offloads and recomputes, in words."""
-
-_RETAINED: Mapping[str, tuple[int, ...]] = {
+POLICIES: Mapping[str, tuple[int, ...]] = {
     "retain": (X_IN, ATTENTION, LINEAR),
     "keep_attention": (X_IN, ATTENTION),
     "recompute": (X_IN,),
 }
+"""Classes retained by each policy that offloads nothing, in order of decreasing memory."""
+OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
+"""Policies that use another tier, or a memory budget."""
 
 
 def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
@@ -86,7 +62,7 @@ def classes_retained(policy: str) -> tuple[int, ...]:
     """
     if policy not in POLICIES:
         raise ValueError(f"activation policy {policy!r} is not one of {', '.join(POLICIES)}")
-    return _RETAINED[policy]
+    return POLICIES[policy]
 
 
 def policy_placement(policy: str) -> PlacementOf:
@@ -96,19 +72,13 @@ def policy_placement(policy: str) -> PlacementOf:
         ValueError: A policy that is not in :data:`POLICIES`.
     """
     saved = classes_retained(policy)
-    x_in, attention, linear = (int(index in saved) for index in range(len(CLASSES)))
 
-    def placement_of(lengths: tuple[int, ...]) -> tuple[SubsequencePlacement, ...]:
-        return tuple(
-            SubsequencePlacement(
-                retained=(n * x_in, n * attention, n * linear),
-                offloaded=(0, 0, 0),
-                recomputed=(n - n * x_in, n - n * attention, n - n * linear),
-            )
-            for n in lengths
-        )
+    def placed(tokens: int) -> SubsequencePlacement:
+        x_in, attention, linear = (tokens * (index in saved) for index in range(len(CLASSES)))
+        recomputed = tokens - x_in, tokens - attention, tokens - linear
+        return SubsequencePlacement((x_in, attention, linear), (0, 0, 0), recomputed)
 
-    return placement_of
+    return lambda lengths: tuple(map(placed, lengths))
 
 
 def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int) -> int:
@@ -128,7 +98,7 @@ def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
         ValueError: An unknown policy, or a policy that offloads on a machine without another tier.
     """
     if policy in POLICIES:
-        return _whole(inputs, offloaded=(), retained=_RETAINED[policy])
+        return _whole(inputs, retained=POLICIES[policy])
     if policy not in OFFLOADING_POLICIES:
         raise ValueError(
             f"activation policy {policy!r} is not one of "
@@ -136,8 +106,8 @@ def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
         )
     _check_tier(inputs, f"activations.policy {policy!r}")
     if policy == "offload_all":
-        return _whole(inputs, offloaded=(X_IN, ATTENTION, LINEAR), retained=())
-    return _offloaded_bytes(inputs, _hideable(inputs))
+        return _whole(inputs, offloaded=(X_IN, ATTENTION, LINEAR))
+    return _offloaded_bytes(inputs, inputs.copied_bytes(0.0))
 
 
 def decide_ratio(inputs: PolicyInputs, *, ratio: float) -> ActivationPlacement:
@@ -165,7 +135,7 @@ def _check_tier(inputs: PolicyInputs, asked: str) -> None:
 
 
 def _whole(
-    inputs: PolicyInputs, *, offloaded: tuple[int, ...], retained: tuple[int, ...]
+    inputs: PolicyInputs, *, offloaded: tuple[int, ...] = (), retained: tuple[int, ...] = ()
 ) -> ActivationPlacement:
     """Return the placement of whole classes, equal on every stage; other classes are recomputed."""
     shape = len(inputs.row_bytes), len(inputs.tokens), len(CLASSES)
@@ -176,15 +146,9 @@ def _whole(
     return ActivationPlacement(*tables)
 
 
-def _hideable(inputs: PolicyInputs) -> Table:
-    """Return the bytes of each subsequence whose copy overlaps compute; 0 for last subsequences."""
-    wanted: Table = np.minimum(inputs.copied_bytes(0.0), inputs.class_bytes.sum(axis=2))
-    return wanted
-
-
 def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement:
     """Offload ``wanted`` bytes of each subsequence, most valuable class first; retain the rest."""
-    everything = _whole(inputs, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
+    everything = _whole(inputs, retained=(X_IN, ATTENTION, LINEAR))
     offloaded = prefix_rows(
         wanted,
         rows=everything.retained,

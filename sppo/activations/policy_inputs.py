@@ -2,59 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from sppo.activations.placement import ActivationPlacement, Counts, kinds_of_rows, saved_bytes
-from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.schedule.costs import Table
-
-
-@dataclass(frozen=True, slots=True)
-class CopySlots:
-    """Device memory for copies of one rank: a fixed number of block slots, whatever is copied when.
-
-    Attributes:
-        row_bytes: Bytes of the slots per row of the subsequence that offloads most, by class.
-        padding_bytes: Upper bound of the bytes that alignment adds to the slots.
-        least_bytes: Bytes of the slots if only blocks of K and V are copied.
-        joined_bytes: Upper bound of the bytes for joining the parts of a cut class of one layer.
-        queries_bytes: Bytes for joining a class whose last part is recomputed, which the working
-            set does not count already: queries and keys of one layer.
-        taken_at_once: Number of layers whose tensors backward holds at once, unless it recomputes
-            attention.
-    """
-
-    row_bytes: tuple[float, float, float]
-    padding_bytes: float
-    least_bytes: float
-    joined_bytes: float
-    queries_bytes: float
-    taken_at_once: int
-
-    def reserved(self, placement: ActivationPlacement) -> float:
-        """Return the most bytes that a placement of the rank's stages needs."""
-        blocks = float((placement.offloaded @ np.array(self.row_bytes)).max())
-        slots = blocks + self.padding_bytes * (blocks > 0)
-        return max(slots, self.least_bytes) + float(self.joined(placement).max())
-
-    def joined(self, placement: ActivationPlacement) -> Table:
-        """Return the bytes for joining the cut classes of each subsequence, [stages, N]."""
-        retains, offloads = placement.retained > 0, placement.offloaded > 0
-        recomputes = placement.recomputed > 0
-        cut_with_rest = (retains | offloads) & recomputes
-        joined = self.joined_bytes * _any_class(retains & offloads & ~recomputes).astype(float)
-        joined += self.queries_bytes * _any_class(cut_with_rest)
-        found: Table = joined * np.where(recomputes[:, :, ATTENTION], 1, self.taken_at_once)
-        return found
-
-
-def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return whether any class is True, [stages, subsequences]; many times faster than np.any."""
-    return holds[:, :, X_IN] | holds[:, :, ATTENTION] | holds[:, :, LINEAR]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +37,8 @@ class PolicyInputs:
         device_bytes: Available bytes for saved activations and their copies on each rank's device,
             [ranks].
         tier_bytes: Available bytes in the next tier for each rank, [ranks].
-        slots: Device memory for copies on each rank, [ranks].
+        slots: Function that returns the device bytes for the copies of a placement of the stages of
+            a rank, [ranks]; the same one for ranks that need the same.
         allow_partial: Whether a class may be cut; if not, all rows of a class are placed alike.
         lasts: Index of the last subsequence of each sequence, whose backward starts at once.
     """
@@ -100,7 +56,7 @@ class PolicyInputs:
     may_offload: npt.NDArray[np.bool_]
     device_bytes: Table
     tier_bytes: Table
-    slots: tuple[CopySlots, ...]
+    slots: tuple[Callable[[ActivationPlacement], float], ...]
     allow_partial: bool = True
     lasts: tuple[int, ...] = (-1,)
 
@@ -109,21 +65,22 @@ class PolicyInputs:
         """First stage of each kind, and kind of each stage, of stages with equal tables."""
         return kinds_of_rows(*(getattr(self, name) for name in _OF_STAGES))
 
-    def of_rank(self, rank: int) -> PolicyInputs:
-        """Return the inputs of the stages of one rank."""
-        ranks = len(self.slots)
-        own = self.of_stages(range(rank, len(self.row_bytes), ranks))
-        return replace(
-            own,
-            device_bytes=self.device_bytes[rank : rank + 1],
-            tier_bytes=self.tier_bytes[rank : rank + 1],
-            slots=self.slots[rank : rank + 1],
-        )
+    def of_kinds(self, rank: int) -> tuple[PolicyInputs, list[int]]:
+        """Return the inputs of one rank with one stage of each kind, and the kinds of its stages.
 
-    def of_stages(self, stages: Sequence[int]) -> PolicyInputs:
-        """Return the inputs of some stages."""
-        own = [*stages]
-        return replace(self, **{name: getattr(self, name)[own] for name in _OF_STAGES})
+        Counts and seconds are those of all stages of a kind together.
+        """
+        own = {name: getattr(self, name)[rank :: len(self.slots)] for name in _OF_STAGES}
+        firsts, kinds = kinds_of_rows(*own.values())
+        of_kinds = {name: table[firsts] for name, table in own.items()}
+        for name in _SUMS:
+            alike = np.bincount(kinds).reshape(-1, *[1] * (of_kinds[name].ndim - 1))
+            of_kinds[name] = of_kinds[name] * alike
+        limits = {
+            name: getattr(self, name)[rank : rank + 1]
+            for name in ("device_bytes", "tier_bytes", "slots")
+        }
+        return replace(self, **of_kinds, **limits), kinds
 
     @property
     def class_bytes(self) -> Table:
@@ -144,29 +101,43 @@ class PolicyInputs:
         copied[:, list(self.lasts)] = 0.0
         return copied
 
-    def needed(self, placement: ActivationPlacement) -> tuple[Table, Table]:
-        """Return the bytes that a placement takes of the devices and of the tier, [ranks] each."""
-        retained, offloaded = (
-            saved_bytes(
-                rows,
-                recomputed=placement.recomputed,
-                row_bytes=self.row_bytes,
-                shared_input_bytes=self.shared_input_bytes,
-            )
-            for rows in (placement.retained, placement.offloaded)
+    @property
+    def recompute_s(self) -> Table:
+        """Seconds to recompute each class of a whole subsequence, [stages, subsequences, 3]."""
+        linear_s, attention_s = self.linear_recompute_s, self.attention_recompute_s
+        recompute_s: Table = np.stack([np.zeros_like(linear_s), attention_s, linear_s], axis=-1)
+        return recompute_s
+
+    def saved_bytes(self, rows: Counts, *, recomputed: Counts) -> Table:
+        """Return the bytes of given saved rows, [stages, subsequences]; see :func:`saved_bytes`."""
+        return saved_bytes(
+            rows,
+            recomputed=recomputed,
+            row_bytes=self.row_bytes,
+            shared_input_bytes=self.shared_input_bytes,
         )
+
+    def needed(self, placement: ActivationPlacement) -> Table:
+        """Return the device bytes that a placement takes at the worst moment, [ranks]."""
         ranks = len(self.slots)
-        held = (retained * self.in_flight).sum(axis=1).reshape(-1, ranks).sum(axis=0)
-        sent = (offloaded.sum(axis=1) * self.sequences).reshape(-1, ranks).sum(axis=0)
-        slots = [
-            own.reserved(placement.of_stages(slice(rank, None, ranks)))
-            for rank, own in enumerate(self.slots)
-        ]
-        return held + np.array(slots), sent
+        retained = self.saved_bytes(placement.retained, recomputed=placement.recomputed)
+        held: Table = (retained * self.in_flight).sum(axis=1).reshape(-1, ranks).sum(axis=0)
+        of_ranks = (placement.of_stages(slice(rank, None, ranks)) for rank in range(ranks))
+        copies = [bytes_of(own) for bytes_of, own in zip(self.slots, of_ranks, strict=True)]
+        needed: Table = held + copies
+        return needed
+
+    def needed_in_tier(self, placement: ActivationPlacement) -> Table:
+        """Return the bytes that a placement takes of the tier, [ranks]."""
+        offloaded = self.saved_bytes(placement.offloaded, recomputed=placement.recomputed)
+        of_stages = offloaded.sum(axis=1) * self.sequences
+        taken: Table = of_stages.reshape(-1, len(self.slots)).sum(axis=0)
+        return taken
 
 
+_SUMS = ("in_flight", "sequences", "linear_recompute_s", "attention_recompute_s")
 _OF_STAGES = (
-    *("row_bytes", "shared_input_bytes", "in_flight", "sequences", "next_forward_s"),
-    *("hidden_bytes", "linear_recompute_s", "attention_recompute_s", "may_offload"),
+    *("row_bytes", "shared_input_bytes", "next_forward_s", "hidden_bytes", "may_offload"),
+    *_SUMS,
 )
-"""Tables of :class:`PolicyInputs` with a row for each stage."""
+"""Tables of :class:`PolicyInputs` with a row for each stage; those that add up over stages."""

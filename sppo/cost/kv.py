@@ -12,7 +12,7 @@ import numpy as np
 from sppo.activations.activation_layout import (
     BLOCK_ALIGNMENT_BYTES,
     TENSOR_ALIGNMENT_BYTES,
-    aligned_counts,
+    aligned_bytes,
 )
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
@@ -72,8 +72,8 @@ def kv_blocks(candidate: Candidate) -> Counts:
     """Return the bytes of the packed block of K and V of one layer of each subsequence, [N]."""
     row_bytes, _ = kv_bytes_per_token(candidate.workload)
     parts = np.array(candidate.lengths) * int(row_bytes) // 2
-    both = 2 * aligned_counts(parts, TENSOR_ALIGNMENT_BYTES)
-    return aligned_counts(both, BLOCK_ALIGNMENT_BYTES)
+    both = 2 * aligned_bytes(parts, TENSOR_ALIGNMENT_BYTES)
+    return aligned_bytes(both, BLOCK_ALIGNMENT_BYTES)
 
 
 def largest_kv_block(candidate: Candidate) -> int:

@@ -18,7 +18,7 @@ from sppo.activations.placement import (
     prefix_rows,
 )
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decide_ratio
-from sppo.activations.policy_inputs import CopySlots, PolicyInputs
+from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
@@ -73,15 +73,15 @@ def random_inputs(seed, *, allow_partial=True, room=None):
 
 
 def _slots(row_bytes, random):
-    """Seven layers' worth of the subsequence that moves most, of four."""
-    return CopySlots(
-        row_bytes=tuple((row_bytes * 7 / 4).tolist()),
-        padding_bytes=100 * random.random(),
-        least_bytes=random.choice([0.0, 1e3]),
-        joined_bytes=1e4 * random.random(),
-        queries_bytes=1e3 * random.random(),
-        taken_at_once=int(random.integers(1, 5)),
-    )
+    """Seven layers' worth of the subsequence that moves most, of four, and joined parts."""
+    padding_bytes, joined_bytes = 100 * random.random(), 1e4 * random.random()
+
+    def bytes_of(placement):
+        blocks = (placement.offloaded @ row_bytes).max() * 7 / 4
+        is_cut = (placement.retained > 0) & (placement.offloaded > 0)
+        return blocks + padding_bytes * (blocks > 0) + joined_bytes * is_cut.any()
+
+    return bytes_of
 
 
 def every_placement(inputs):
@@ -128,8 +128,7 @@ def test_nothing_is_cut_where_that_is_not_allowed(seed):
 @given(seeds)
 def test_hybrid_leaves_everything_where_it_fits(seed):
     inputs = random_inputs(seed, room=1.001)
-    slots = tuple(replace(own, least_bytes=0.0) for own in inputs.slots)
-    inputs = replace(inputs, device_bytes=inputs.device_bytes + ROUNDING_BYTES, slots=slots)
+    inputs = replace(inputs, device_bytes=inputs.device_bytes + ROUNDING_BYTES)
     (placement,) = choices(inputs)
     assert (placement.retained == inputs.tokens[:, None]).all()
     assert not placement.offloads_anything
@@ -140,9 +139,8 @@ def test_hybrid_leaves_everything_where_it_fits(seed):
 def test_all_choices_of_hybrid_stay_within_its_room(seed):
     inputs = random_inputs(seed)
     for placement in choices(inputs):
-        needed, in_tier = inputs.needed(placement)
-        assert (needed <= inputs.device_bytes).all()
-        assert (in_tier <= inputs.tier_bytes).all()
+        assert (inputs.needed(placement) <= inputs.device_bytes).all()
+        assert (inputs.needed_in_tier(placement) <= inputs.tier_bytes).all()
 
 
 @settings(max_examples=examples(10, all=50))
@@ -155,8 +153,8 @@ def test_the_least_placement_keeps_nothing_that_frees_memory(seed):
     assert placement.recomputed[frees][:, :, ATTENTION].all()
     everything = decide("recompute", inputs)
     if frees.all():
-        assert (inputs.needed(placement)[0] <= inputs.needed(everything)[0]).all()
-    assert (inputs.needed(placement)[1] <= inputs.tier_bytes).all()
+        assert (inputs.needed(placement) <= inputs.needed(everything)).all()
+    assert (inputs.needed_in_tier(placement) <= inputs.tier_bytes).all()
 
 
 def value_of_rows(inputs):
@@ -207,7 +205,7 @@ def test_half_of_the_attention_outputs_leave_a_quarter_of_attention_to_recompute
         may_offload=np.zeros(1, dtype=bool),
         device_bytes=np.array([tokens.sum() * 12.0 + ROUNDING_BYTES]),
         tier_bytes=np.zeros(1),
-        slots=(CopySlots((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 1),),
+        slots=(lambda placement: 0.0,),
     )
     (placement,) = choices(inputs)
     assert placement.retained[0, :, ATTENTION].sum() == tokens.sum() // 2

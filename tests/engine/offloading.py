@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
 
 from sppo.activations.activation_layout import BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement
@@ -25,11 +28,12 @@ def with_offsets(model, rows, *, element_bytes, input_every=1):
         layers=range(model.num_layers),
         input_every=input_every,
     )
-    plans, offset = [], 0
-    for retained, offloaded, recomputed in rows:
-        plans.append(SubsequencePlacement(retained, offloaded, recomputed, offset))
-        offset += sum(shape.blocks(offloaded, attention_saved=recomputed[ATTENTION] == 0))
-    return tuple(plans)
+    _, offloaded, recomputed = np.array(rows).swapaxes(0, 1)
+    blocks = shape.blocks(offloaded, attention_saved=recomputed[:, ATTENTION] == 0)
+    offsets = accumulate(blocks.sum(axis=1).tolist(), initial=0)
+    return tuple(
+        SubsequencePlacement(*own, offset) for own, offset in zip(rows, offsets, strict=False)
+    )
 
 
 @dataclass(frozen=True)

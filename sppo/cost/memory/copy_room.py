@@ -10,14 +10,15 @@ many as the stage with most layers needs, each as large as the rank's largest bl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT, BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
-from sppo.activations.policy_inputs import CopySlots
-from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
@@ -37,17 +38,8 @@ def passes_through_slots(candidate: Candidate) -> bool:
 
 def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
     """Return the bytes of the block of each layer of each subsequence, [subsequences, layers]."""
-    sizes = shape.block_sizes(placement.offloaded[stage])
     saved = placement.recomputed[stage, :, ATTENTION] == 0
-    own_input = np.array(
-        [
-            [shape.has_own_input(layer, attention_saved=attention) for layer in shape.layers]
-            for attention in (False, True)
-        ]
-    )
-    without, with_input = sizes[:, :, None]
-    blocks: Counts = np.where(own_input[saved.astype(np.int64)], with_input, without)
-    return blocks
+    return shape.blocks(placement.offloaded[stage], attention_saved=saved)
 
 
 def slots_on_device(candidate: Candidate, layout: BlockLayout) -> int:
@@ -78,8 +70,8 @@ def _sources_waiting(candidate: Candidate) -> int:
     return 0 if passes_through_slots(candidate) else MAX_BLOCKS_IN_FLIGHT_OUT - 1
 
 
-def copy_slots(candidate: Candidate) -> tuple[CopySlots, ...]:
-    """Return the memory for copies on the device of each rank, [ranks]."""
+def copy_slots(candidate: Candidate) -> tuple[Callable[[ActivationPlacement], float], ...]:
+    """Return a function for each rank: the most bytes that copies of its stages' tensors need."""
     layouts = {len(stage): place for place, stage in enumerate(candidate.stages)}
     slots = {
         layers: _copy_slots(candidate, block_layout(candidate, stage=stage))
@@ -89,20 +81,36 @@ def copy_slots(candidate: Candidate) -> tuple[CopySlots, ...]:
     return tuple(slots[layers] for layers in most_layers.tolist())
 
 
-def _copy_slots(candidate: Candidate, shape: BlockLayout) -> CopySlots:
-    """Return the memory for copies of a rank whose stage of most layers has the given layout."""
+def _copy_slots(candidate: Candidate, shape: BlockLayout) -> Callable[[ActivationPlacement], float]:
+    """Return the function of a rank whose stage of most layers has the given layout.
+
+    There are slots for blocks of the subsequence that offloads most, whatever is copied when. A
+    class that is cut is joined, or if its last part is recomputed, those of its tensors that the
+    working set does not count already, for as many layers as backward holds at once.
+    """
     workload, longest = candidate.workload, max(candidate.lengths)
-    count = slots_on_device(candidate, shape)
+    count, at_once = slots_on_device(candidate, shape), shape.taken_at_once(attention_saved=True)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    x_in, attention, linear = (classes / workload.sequence_parallel_degree).tolist()
-    return CopySlots(
-        row_bytes=(count * x_in, count * attention, count * linear),
-        padding_bytes=count * shape.most_padding_bytes,
-        least_bytes=count * largest_kv_block(candidate),
-        joined_bytes=longest * max(x_in, attention, linear),
-        queries_bytes=float(queries_bytes(shape, np.array(candidate.lengths)).max()),
-        taken_at_once=shape.taken_at_once(attention_saved=True),
-    )
+    row_bytes = classes / workload.sequence_parallel_degree
+    padding_bytes, least_bytes = shape.most_padding_bytes, count * largest_kv_block(candidate)
+    joined_bytes = longest * row_bytes.max()
+    own_bytes = queries_bytes(shape, np.array(candidate.lengths)).max()
+
+    def bytes_of(placement: ActivationPlacement) -> float:
+        blocks = float((placement.offloaded @ row_bytes).max())
+        slots = count * (blocks + padding_bytes * (blocks > 0))
+        retains, offloads, recomputes = (table > 0 for table in placement)
+        joined = joined_bytes * _any_class(retains & offloads & ~recomputes)
+        joined = joined + own_bytes * _any_class((retains | offloads) & recomputes)
+        layers = np.where(recomputes[:, :, ATTENTION], 1, at_once)
+        return max(slots, least_bytes) + float((joined * layers).max())
+
+    return bytes_of
+
+
+def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return whether any class is True, [stages, subsequences]; many times faster than np.any."""
+    return holds[:, :, X_IN] | holds[:, :, ATTENTION] | holds[:, :, LINEAR]
 
 
 def tier_padding_bytes(candidate: Candidate) -> Table:

@@ -266,8 +266,13 @@ class RankProgram:
             is_cut, (sequence, unit) = action.num_shards > 1, action.unit
             if is_cut:
                 placed = self._placed(action)
-                sizes = layouts[action.stage].blocks(
-                    placed.offloaded, attention_saved=placed.attention_saved
+                (sizes,) = (
+                    layouts[action.stage]
+                    .blocks(
+                        np.array([placed.offloaded]),
+                        attention_saved=np.array([placed.attention_saved]),
+                    )
+                    .tolist()
                 )
             else:
                 sizes = whole[action.stage][unit]

@@ -123,11 +123,12 @@ def _with_less_room(inputs: PolicyInputs, found: EvaluatedCandidate, *, times: i
     budget = found.candidate.budget_bytes
     lacks = np.array([float(rank.device.total_bytes) - budget for rank in found.memory])
     lacks_tier = -tier_room_bytes(found.candidate, found.memory)
-    needed, needed_in_tier = inputs.needed(found.placement)
     return replace(
         inputs,
-        device_bytes=_less(inputs.device_bytes, needed, times * lacks),
-        tier_bytes=_less(inputs.tier_bytes, needed_in_tier, times * lacks_tier),
+        device_bytes=_less(inputs.device_bytes, inputs.needed(found.placement), times * lacks),
+        tier_bytes=_less(
+            inputs.tier_bytes, inputs.needed_in_tier(found.placement), times * lacks_tier
+        ),
     )
 
 

@@ -65,6 +65,12 @@ def shape_of(model, **options):
     return BlockLayout(row_bytes, layers=range(model.num_layers), **options)
 
 
+def blocks_of(shape, rows, *, attention_saved=True):
+    """Size of the block of each layer of one subsequence."""
+    found = shape.blocks(np.array([rows]), attention_saved=np.array([attention_saved]))
+    return found[0].tolist()
+
+
 def test_tensors_are_packed_one_behind_the_other():
     offsets, size = packed_offsets({"x_in": 100, "lse": 64, "o": 1})
     assert offsets == {"x_in": 0, "lse": 128, "o": 192}
@@ -80,7 +86,7 @@ def test_a_block_holds_the_rows_of_its_classes(rows, every, shard_count):
     model = run_of().model
     shape = shape_of(model, input_every=every, shard_count=shard_count)
     sizes = tensor_bytes_per_token(model, element_bytes=2)
-    found = shape.blocks(rows, attention_saved=True)
+    found = blocks_of(shape, rows)
     assert len(found) == model.num_layers
     for layer, size in enumerate(found):
         own = rows if layer % every == 0 else (0, *rows[1:])
@@ -92,7 +98,7 @@ def test_a_block_holds_the_rows_of_its_classes(rows, every, shard_count):
         assert size % BLOCK_ALIGNMENT_BYTES == 0
     # A layer that must recompute attention needs its own input.
     if every > 1 and rows[0]:
-        assert len(set(shape.blocks(rows, attention_saved=False))) == 1
+        assert len(set(blocks_of(shape, rows, attention_saved=False))) == 1
 
 
 @pytest.mark.parametrize("policy", ["offload_all", "sppo"])
@@ -102,10 +108,10 @@ def test_places_lie_one_behind_the_other_and_fill_the_file(policy):
     shape, end = shape_of(found.model), 0
     for part in stage.subsequences:
         assert part.slot_offset_bytes == end
-        end += sum(shape.blocks(part.offloaded, attention_saved=part.recomputed[ATTENTION] == 0))
+        end += sum(blocks_of(shape, part.offloaded, attention_saved=part.attention_saved))
     assert stage.memory.tier_activations_bytes == end > 0
     assert found.predicted.disk_peak_bytes == end
-    largest = max(shape.blocks(stage.subsequences[0].offloaded, attention_saved=True))
+    largest = max(blocks_of(shape, stage.subsequences[0].offloaded))
     layers = found.model.num_layers
     # On a CPU the slots of blocks that leave are on the device, beside those that come back.
     assert stage.memory.device.copies_bytes == (layers + 3) * largest
@@ -125,7 +131,7 @@ def test_what_is_cut_has_room_to_be_put_together(every):
     at_once = min(every, found.model.num_layers)
     slots = found.model.num_layers + 2 + at_once
     device = stage.memory.device
-    assert device.copies_bytes == slots * max(shape.blocks(part.offloaded, attention_saved=True))
+    assert device.copies_bytes == slots * max(blocks_of(shape, part.offloaded))
     whole = plan(run_of(policy="offload_all", input_every=every)).stages[0].memory.device
     assert device.working_bytes - whole.working_bytes == at_once * linear
 
