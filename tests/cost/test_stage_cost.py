@@ -288,7 +288,7 @@ def test_a_run_is_cut_and_replicated_as_it_says():
     )
     schedule, _ = simulated_case(run, schedule="1f1b")
     assert schedule.lengths == ((65536,), (65536,))
-    four = simulated_case(load_run(run, "sequence.num_subsequences=4")).schedule
+    four, _ = simulated_case(load_run(run, "sequence.num_subsequences=4"))
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
     both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}
