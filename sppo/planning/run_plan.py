@@ -74,7 +74,7 @@ def plan_run(
     evaluated = evaluate_in_nearest_tiers(run, hardware=machine, allow_partial=has_tier)
     planned = as_executed(evaluated)
     if planned.shortfall is not None:
-        raise MemoryError(too_large(run, planned, available_bytes=available_bytes))
+        raise MemoryError(too_large(run, planned))
     return make_plan(run, planned)
 
 

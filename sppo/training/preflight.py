@@ -279,11 +279,9 @@ def _check_tier_room(
     """Raise MemoryError if what the fullest rank stores in a tier needs more than `room_bytes`."""
     buckets = _fullest_rank(run, plan, place)
     if sum(buckets.values()) > room_bytes:
-        candidate, placement = plan.candidate(), plan.placement()
+        candidate = plan.candidate()
         raise MemoryError(
-            tier_too_small(
-                run, candidate, placement, place=place, buckets=buckets, room_bytes=room_bytes
-            )
+            tier_too_small(run, candidate, place=place, buckets=buckets, room_bytes=room_bytes)
         )
 
 

@@ -215,7 +215,7 @@ def test_what_does_not_fit_ends_with_3_on_one_screen(run, advice):
     text = one_line(refuse("solve", run, *TOO_LONG, "-o", "plan.json", code=3))
     assert "nothing fits: llama-3.2-1b (1.2B parameters), 1 sequence of 2Mi tokens" in text
     assert "nearest: SP" in text
-    assert "of device memory: needs" in text
+    assert re.search(r" rank \d+ needs \S+ GiB of device memory and .*: short by ", text)
     assert "dK and dV" in text
     assert "what would fit (closed form): sequence.length=8Ki fits" in text
     assert Path("plan.json").read_text() == "old"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sppo.cost.candidate import Candidate
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search import evaluated_candidate, evaluation
 from sppo.planning.search.choices import CUT_UNIT
@@ -39,8 +40,8 @@ def units(monkeypatch) -> list[int]:
         def counted(first, *others, **options):
             candidate = first.candidate if hasattr(first, "candidate") else first
             if hasattr(candidate, "num_stages") and hasattr(candidate, "lengths"):
-                many = candidate.num_stages * len(candidate.lengths)
-                done.append(many * getattr(candidate, "sequences", 1) * times)
+                sequences = candidate.sequences if isinstance(candidate, Candidate) else 1
+                done.append(candidate.num_stages * len(candidate.lengths) * sequences * times)
             return function(first, *others, **options)
 
         return counted

@@ -155,7 +155,7 @@ def test_a_policy_that_was_asked_for_is_taken_or_refused(policy):
     assert chosen.stages[0].subsequences[0].recomputed[LINEAR] == (
         0 if policy == "retain" else chosen.lengths[0]
     )
-    with pytest.raises(MemoryError, match=f"policy={policy} needs .* are available; write .*auto"):
+    with pytest.raises(MemoryError, match=f"with .*policy={policy}, and .* write .*policy=auto"):
         plan(run_config(policy=policy), available_bytes=needed - 1)
 
 
@@ -249,7 +249,7 @@ def test_a_save_in_the_background_takes_host_memory():
     assert less.predicted.host_peak_bytes >= copied > 0 == less.predicted.disk_peak_bytes
     with pytest.raises(MemoryError, match=r"write checkpoint\.async_save=false, or end other"):
         plan_on_gpu(async_save=True, host_bytes=copied - 1)
-    with pytest.raises(MemoryError, match=r"offload_ratio=.* would fit"):
+    with pytest.raises(MemoryError, match=r"a lower activations\.offload_ratio"):
         plan_on_gpu(policy="offload_all", async_save=True, host_bytes=offloading // 2)
 
 
@@ -257,13 +257,12 @@ def test_what_a_save_needs_beside_the_state_behind_the_device_is_said():
     state = {"optimizer": "host"}
     taken = plan_on_gpu(state=state).predicted.host_peak_bytes
     assert taken == 12 * num_parameters(any_run("tiny").model)
-    moved_and_copied = rf"moves {re.escape(format_bytes(taken))}, .* copies .* to host memory"
-    for room, fix in (
-        (taken * 3 // 2, r"checkpoint\.async_save=false, or end"),
-        (taken // 2, r"checkpoint\.async_save=false and write state\.optimizer=device"),
-    ):
-        with pytest.raises(MemoryError, match=f"{moved_and_copied}, .* may be used: write {fix}"):
-            plan_on_gpu(state=state, async_save=True, host_bytes=room)
+    message = (
+        rf"moves {re.escape(format_bytes(taken))}, .* copies .* to host memory, .* write "
+        r"checkpoint\.async_save=false, state\.optimizer=device, or end"
+    )
+    with pytest.raises(MemoryError, match=message):
+        plan_on_gpu(state=state, async_save=True, host_bytes=taken * 3 // 2)
 
 
 def test_host_memory_that_is_short_is_said_with_what_would_fit():
@@ -296,7 +295,7 @@ def test_messages_that_ranks_hold_fit_as_well():
     needed = plan(retaining).predicted.device_peak_bytes
     assert evaluated.device_peak_bytes < needed - MIB
     assert plan(retaining, available_bytes=needed).policy == "retain"
-    with pytest.raises(MemoryError, match=re.escape(f"retain needs {format_bytes(needed)}")):
+    with pytest.raises(MemoryError, match=re.escape(f"needs {format_bytes(needed)}")):
         plan(retaining, available_bytes=needed - 1)
     usable = needed - 1
     less = plan(run_of_two_ranks("auto"), available_bytes=int(usable / USABLE_FRACTION))
