@@ -125,6 +125,7 @@ class Engine:
     ) -> None:
         check_engine(model, weights, gradients, pipeline=pipeline)
         self._model, self._pipeline = model, pipeline
+        # Training reads checked data, and does not wait for the device here.
         self._checks_steps = isinstance(weights, Mapping)
         self._stopwatch = stopwatch or Stopwatch()
         # A single stage takes saved tensors in reverse order of saving, so a stack fits. With
@@ -136,7 +137,7 @@ class Engine:
             weights = WeightProvider(PartRows.of(weights))
         if isinstance(gradients, Mapping):
             gradients = GradientProvider(PartRows.of(gradients))
-        self._weights, self._gradients = weights, gradients
+        self._weights, self._gradients, self._device = weights, gradients, weights.device
         self._stacks = alone and self._weights.device.type == "cpu"
         if self._stacks:
             self._store.retained = RetainedTensors(in_stack=True, poison=debug)
@@ -206,7 +207,8 @@ class Engine:
         """
         if self._gradients is None:
             raise ValueError("this engine only evaluates; give sppo.Engine gradients to train")
-        self._check(sequences, boundaries, num_valid=num_valid)
+        if self._checks_steps:
+            check_step(self._model, sequences, boundaries, num_valid=num_valid, device=self._device)
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
         schedule, trace = self._run(
@@ -236,7 +238,8 @@ class Engine:
             TypeError: A value of another type.
             ValueError: See :meth:`accumulate`.
         """
-        self._check([data], [boundaries], num_valid=None)
+        if self._checks_steps:
+            check_step(self._model, [data], [boundaries], num_valid=None, device=self._device)
         self._run([data], [boundaries], loss_scale=None)
         losses = self._take_losses()
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
@@ -309,23 +312,6 @@ class Engine:
             self._stages.clear()
             self._shard_stages.clear()
 
-    def _check(
-        self,
-        sequences: Sequence[SequenceData],
-        boundaries: Sequence[Sequence[int]],
-        *,
-        num_valid: int | None,
-    ) -> None:
-        """Check a step of a Python program; training reads checked data, and does not wait here."""
-        if self._checks_steps:
-            check_step(
-                self._model,
-                sequences,
-                boundaries,
-                num_valid=num_valid,
-                device=self._weights.device,
-            )
-
     def _run(
         self,
         sequences: Sequence[SequenceData],
@@ -381,7 +367,8 @@ class Engine:
         for action in schedule.programs[self._pipeline.rank]:
             # MSP shards receive their weights from the owner, see SharedWeights.
             if action.kind in COMPUTE_KINDS and action.num_shards == 1:
-                yield from units.stage(action).visits(action.kind, units.unit(action))
+                stage, unit = units.of(action)
+                yield from stage.visits(action.kind, unit)
 
     def _connect(self, schedule: Schedule) -> None:
         """Connect the ranks of each MSP group that are not connected yet."""
@@ -422,7 +409,7 @@ class Engine:
             for index, stage in stages.items():
                 own = [a for a in program if a.stage == index and (a.num_shards > 1) is is_cut]
                 stage.prepare(
-                    {a.unit: units.unit(a) for a in own if a.kind is ActionKind.B},
+                    {a.unit: units.of(a)[1] for a in own if a.kind is ActionKind.B},
                     placements=by_unit(step.placements[index]),
                     sequences_in_flight=sequences_in_flight(own),
                     kv_placement=kv_placement(own),

@@ -10,11 +10,9 @@ belongs to no action: it is the gap before the action that waited.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from sppo.engine.providers.gradients import GradientProvider
 from sppo.engine.providers.weights import WeightProvider
-from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.engine.step_units import StepUnits
 from sppo.engine.trace import Stopwatch, Trace
@@ -118,29 +116,29 @@ class Executor:
         return trace
 
     def _forward(self, action: Action) -> None:
-        stage, unit = self._units.stage(action), self._units.unit(action)
+        stage, unit = self._units.of(action)
         output = stage.forward(unit, self._buffers.take(action), loss_scale=self._loss_scale)
         if output is not None:
             self._buffers.put("act", action, output, first=unit.first_token)
 
     def _backward(self, action: Action) -> None:
-        stage, unit = self._units.stage(action), self._units.unit(action)
-        restore_kv = partial(self._restore_kv, stage)
+        stage, unit = self._units.of(action)
         dx = stage.backward(
             unit,
             self._buffers.take(action),
             defer_weights=(action.stage, action.unit) in self._deferred,
-            restore_kv=restore_kv,
         )
-        restore_kv()
+        stage.restore_kv()
         if dx is not None:
             self._buffers.put("grad", action, dx, first=unit.first_token)
 
     def _recompute_kv(self, action: Action) -> None:
-        self._units.stage(action).recompute_kv(self._units.unit(action))
+        stage, unit = self._units.of(action)
+        stage.recompute_kv(unit)
 
     def _weight_gradients(self, action: Action) -> None:
-        self._units.stage(action).weight_gradients(self._units.unit(action))
+        stage, unit = self._units.of(action)
+        stage.weight_gradients(unit)
 
     def _finish_offload(self, action: Action) -> None:
         """Run a D2H; that of saved tensors was started layer by layer, by F."""
@@ -155,7 +153,7 @@ class Executor:
         elif action.wire == "gradients":
             self._move_gradients(action)
         else:
-            stage = self._units.stage(action)
+            stage, _ = self._units.of(action)
             keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
             stage.store.permit(keys(action.unit))
 
@@ -169,11 +167,6 @@ class Executor:
             return
         self._gradients.wait_reductions()
         streamed.leave(action.stage, complete=action.stage not in self._unreduced)
-
-    def _restore_kv(self, stage: Stage) -> None:
-        """Restore the K and V, of any stage of the rank, whose blocks are the next to be used."""
-        while (key := stage.store.next_kv) is not None:
-            stage.restore_kv(key, self._units.units[key.sequence, key.subsequence].span)
 
     def _reduce(self, action: Action) -> None:
         """Start to reduce a stage's gradients; after the last stage wait for all reductions.

@@ -21,12 +21,11 @@ from sppo.activations.activation_layout import ActivationKey, ActivationLayout, 
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
 from sppo.engine.stage_providers import StageProviders
-from sppo.engine.unit import TokenSpan, Unit
+from sppo.engine.unit import Unit
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink
 from sppo.model.layer import Layer, Saved, TokenExchange, token_dimension
@@ -123,17 +122,6 @@ class Stage:
             by_sequence[unit.sequence] = by_sequence.get(unit.sequence, 0) + retained_bytes
         self.store.retained.reserve(max(by_sequence.values(), default=0) * sequences_in_flight)
 
-    def restore_kv(self, key: ActivationKey, span: TokenSpan) -> None:
-        """Copy offloaded K and V of one layer of a unit back into the rank's KV store.
-
-        Args:
-            key: Key of the layer and unit; the units of a sequence come in ascending order.
-            span: Span of the unit.
-        """
-        kv, _ = self.store.get(key)
-        StoredKV(self._kv, key.layer, key.sequence, span).write(kv["keys"], kv["values"])
-        self.store.free(key)
-
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:
         """Yield the weight parts that an action takes, in order.
 
@@ -198,7 +186,6 @@ class Stage:
         dy_CE: Tensor | None,
         *,
         defer_weights: bool = False,
-        restore_kv: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Run one unit backward.
 
@@ -207,8 +194,6 @@ class Stage:
             dy_CE: Gradient of the output; None on the last stage.
             defer_weights: Leave the products of weight gradients to :meth:`weight_gradients`.
                 Their operands live until then, so saved tensors that a store lends are copied.
-            restore_kv: Called before each layer's saved tensors are taken, to restore the K and V
-                whose blocks come before theirs in the order of use.
 
         Returns:
             Gradient of the input ``[C, E]``; None on the first stage.
@@ -219,8 +204,7 @@ class Stage:
         rotary = self._rotary(unit)
 
         def take(key: ActivationKey) -> Saved:
-            if restore_kv is not None:
-                restore_kv()
+            self.restore_kv()
             return join(*self.store.get(key, owned=defer_weights))
 
         taken: dict[int, Saved] = {}
@@ -239,6 +223,16 @@ class Stage:
             return dx
         self._providers.embed_backward(unit, dx)
         return None
+
+    def restore_kv(self) -> None:
+        """Restore the K and V, of any stage of the rank, whose blocks are the next to be used.
+
+        Called before each layer's saved tensors are taken, and behind a backward.
+        """
+        while (key := self.store.next_kv) is not None:
+            kv, _ = self.store.get(key)
+            self._kv.restore(key.layer, key.sequence, kv["keys"], kv["values"])
+            self.store.free(key)
 
     def recompute_kv(self, unit: Unit) -> None:
         """Recompute K and V of a unit from the layer inputs, which must all be on the device.

@@ -32,17 +32,12 @@ class StepUnits:
     shard_stages: Mapping[int, Stage]
     pipeline: Pipeline
 
-    def stage(self, action: Action) -> Stage:
-        """Return the stage whose layers an action runs."""
-        return (self.stages if action.num_shards == 1 else self.shard_stages)[action.stage]
-
-    def unit(self, action: Action) -> Unit:
-        """Return the unit, or the shard, that an action runs on this rank."""
-        unit = self.units[action.unit]
+    def of(self, action: Action) -> tuple[Stage, Unit]:
+        """Return the stage whose layers an action runs, and the unit or the shard."""
         if action.num_shards == 1:
-            return unit
-        return cut_shard(
-            unit,
+            return self.stages[action.stage], self.units[action.unit]
+        return self.shard_stages[action.stage], cut_shard(
+            self.units[action.unit],
             shard_index=action.shard,
             member=self.pipeline.member,
             lengths=self.schedule.msp_groups[self._slot(action)].lengths,

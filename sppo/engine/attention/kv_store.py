@@ -66,6 +66,7 @@ class KVStore:
         self._tail = (model.kv_heads if heads is None else heads, model.head_dim)
         self.dtype, self._device, self._sent = dtype, device, sent
         self._entries: dict[tuple[int, int], Entry] = {}
+        self._lengths: dict[int, int] = {}
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.held = HeldBytes()
 
@@ -74,7 +75,15 @@ class KVStore:
         if (layer, sequence) not in self._entries:
             k, v = self._new(length, self.dtype), self._new(length, self.dtype)
             self._entries[layer, sequence] = Entry(k, v)
+            self._lengths[sequence] = length
         return self._entries[layer, sequence]
+
+    def restore(self, layer: int, sequence: int, k_CKD: Tensor, v_CKD: Tensor) -> None:
+        """Write keys and values of a sequence's next unit again, after they left the device."""
+        length = self._lengths[sequence]
+        start = self.entry(layer, sequence, length=length).written
+        span = TokenSpan(start, start + k_CKD.shape[0], length)
+        StoredKV(self, layer, sequence, span).write(k_CKD, v_CKD)
 
     def gradients(self, entry: Entry) -> tuple[Tensor, Tensor]:
         """Return the sums of gradients of an entry, zeros at first."""
