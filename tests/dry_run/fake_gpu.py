@@ -23,9 +23,7 @@ from sppo.kernels import fused
 from sppo.kernels.attention import interface, rectangle_attention
 from sppo.kernels.attention.choice import AttentionKernel
 from sppo.model import rope
-from sppo.offload import cuda_lane, lane
-from sppo.optim import optimizer_rows
-from sppo.optim.fused_adamw import MOMENTS
+from sppo.offload import cuda_lane, lane, state_memory
 from sppo.training import state
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
@@ -133,8 +131,9 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
     def host_memory(lane: Any, name: str, size_bytes: int) -> Tensor:
         return recorder.ledger.page_lock(torch.empty(size_bytes, dtype=torch.uint8))
 
-    def rows(elements: int) -> list[Tensor]:
-        return [torch.empty(elements) for _ in range(1 + len(MOMENTS))]
+    def arena(size_bytes: int) -> Any:
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        return SimpleNamespace(tensor=lambda offset, shape, dtype: memory)
 
     def empty_weights(
         shapes: Mapping[str, tuple[int, ...]], **_: Any
@@ -144,7 +143,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
     replaced = (
         (cuda_lane.CudaLane, "host_memory", host_memory),
         (lane, "FileTier", partial(FakeFile, recorder=recorder)),
-        (optimizer_rows, "_rows", rows),
+        (state_memory, "HostArena", arena),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
         (state, "generate_weights_ahead", empty_weights),
     )
