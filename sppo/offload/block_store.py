@@ -32,7 +32,7 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.integrity import Checksums
 from sppo.offload.lane import Lane
 from sppo.offload.retained import RetainedTensors, copied, on_its_own
-from sppo.offload.tiers import Block, DiskTier, HostTier, Slot, Slots, pack
+from sppo.offload.tiers import Block, Slot, Slots, Tier, pack
 from sppo.offload.worker_pool import Event
 
 
@@ -84,7 +84,7 @@ class BlockStore:
         self.retained = RetainedTensors()
         """Tensors that stay on the device; replaced before the first step to keep a stack."""
         self._lane = lane or Lane()
-        self._tier = HostTier(self._lane) if disk is None else DiskTier(self._lane, disk)
+        self._tier = Tier(self._lane, disk)
         self._ring = Slots()
         self._source_lag = source_lag
         self._checksums = Checksums() if debug else None
@@ -117,8 +117,7 @@ class BlockStore:
             self._checksums.begin_step()
         if schedule is not self._step.schedule and schedule.largest_bytes > 0:
             self._lane.settle()
-            self._tier.reserve_disk(schedule)
-            self._tier.reserve_host(schedule)
+            self._tier.reserve(schedule)
             slots, slot_bytes = schedule.ring_slots, schedule.largest_bytes
             self._ring.reserve(slots, slot_bytes, self._lane.device_memory)
         self._step = _Step(schedule)

@@ -129,20 +129,26 @@ def pack(key: ActivationKey, extent: Extent, tensors: Mapping[str, Tensor]) -> B
     return Block(key, extent, parts)
 
 
-class HostTier:
-    """Host memory in which every block has a place of its own.
+class Tier:
+    """Host memory in which every block has a place of its own, or a file on a disk that has these.
+
+    To a disk, blocks pass through staging slots in host memory. A block that returns from there is
+    read into a staging slot, and copied from it once that is done, which :meth:`advance` finds out.
+    Only the copy waits for the ring slot. If device memory is host memory, the block is read
+    straight into its ring slot.
 
     Args:
         lane: Lane of the copies.
+        disk: Directory of the file; None for host memory.
     """
 
-    disk_bytes = 0
-    """Size of the file on the disk."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, lane: Lane, disk: Path | None) -> None:
+        self._lane, self._disk = lane, disk
         self.host = Slots()
-        """Places of the blocks, as one slot that stays empty, or staging slots."""
+        """Staging slots, or one slot that stays empty, with the places of all blocks."""
+        self.disk_bytes = 0
+        """Size of the file on the disk."""
+        self._reads: deque[tuple[Block, Slot, Event]] = deque()
 
     def reserve_host(self, schedule: OffloadSchedule) -> None:
         """Reserve the host memory of a step, once no copy is in flight.
@@ -150,96 +156,61 @@ class HostTier:
         Raises:
             MemoryError: The host lacks memory.
         """
-        self.host.reserve(1, schedule.tier_bytes, partial(self._lane.host_memory, "blocks"))
+        count, size = schedule.staging_slots, schedule.largest_bytes
+        if self._disk is None:
+            count, size = 1, schedule.tier_bytes
+        self.host.reserve(count, size, partial(self._lane.host_memory, "blocks"))
 
-    def reserve_disk(self, schedule: OffloadSchedule) -> None:
-        """Reserve the file of a step, if there is one, once no copy is in flight.
+    def reserve(self, schedule: OffloadSchedule) -> None:
+        """Reserve the file and the host memory of a step, once no copy is in flight.
 
         Raises:
+            MemoryError: The host lacks memory.
             OSError: The disk lacks space.
         """
+        if self._disk is not None and schedule.tier_bytes > self.disk_bytes:
+            self._lane.file.open(self._disk, schedule.tier_bytes)
+            self.disk_bytes = schedule.tier_bytes
+        self.reserve_host(schedule)
 
     def send(self, block: Block, tensors: Mapping[str, Tensor]) -> Event:
         """Enqueue the copies of a block to the tier; return when its tensors are copied out."""
-        sources = [*tensors.values()]
-        copies = [*zip(block.views(self._place(block)).values(), sources, strict=True)]
-        block.stored = self._lane.out(copies, after=[self._lane.computed(sources)])  # ordering 1
-        return block.stored
+        sources, after, slot = [*tensors.values()], list[Event](), None
+        if self._disk is not None:
+            while self.host.is_full:
+                self._copy_back()
+            slot = self.host.take()
+            after = slot.emptied  # ordering 6 or 7
+        place = self._place(block) if slot is None else block.part(slot)
+        copies = [*zip(block.views(place).values(), sources, strict=True)]
+        copied = self._lane.out(copies, after=[self._lane.computed(sources), *after])  # ordering 1
+        block.stored = copied
+        if slot is not None:
+            offset, staged = block.extent.offset_bytes, place.numpy()
+            block.stored = self._lane.file.write(offset, staged, after=[copied])  # ordering 3
+            slot.empty(block.stored)
+        return copied
 
     def fetch(self, block: Block) -> None:
-        """Enqueue the copies of a block into its ring slot."""
-        copies = [(block.part(block.ring), self._place(block))]
-        after = [block.stored, *block.ring.emptied]  # orderings 3 and 5
-        block.back = self._lane.back(copies, after=after)
+        """Start to bring a block to its ring slot."""
+        lane, offset = self._lane, block.extent.offset_bytes
+        target, after = block.part(block.ring), [block.stored, *block.ring.emptied]
+        if self._disk is None:
+            block.back = lane.back([(target, self._place(block))], after=after)  # orderings 3, 5
+        elif lane.reads_to_device:
+            block.back = lane.file.read(offset, target.numpy(), after=after)  # orderings 3, 5
+        else:
+            slot = self.host.take()
+            after = [block.stored, *slot.emptied]  # orderings 3, and 6 or 7
+            read = lane.file.read(offset, block.part(slot).numpy(), after=after)
+            self._reads.append((block, slot, read))
 
     def advance(self, wanted: Block | None = None) -> None:
-        """Enqueue the copies of fetched blocks that have become possible: here, all are already.
+        """Copy the blocks back that the disk has been read for, and ``wanted``, the first one.
 
         Args:
             wanted: Block whose copies are all to be enqueued now, because compute needs it.
         """
-
-    def _place(self, block: Block) -> Tensor:
-        return self.host.data[block.extent.offset_bytes : sum(block.extent)]
-
-
-class DiskTier(HostTier):
-    """File on a disk, to and from which blocks pass through staging slots in host memory.
-
-    A block that returns is read into a staging slot, and copied from there once that is done,
-    which :meth:`advance` finds out. Only the copy waits for the ring slot. If device memory is host
-    memory, the block is read straight into its ring slot.
-
-    Args:
-        lane: Lane of the copies.
-        directory: Directory of the file.
-    """
-
-    def __init__(self, lane: Lane, directory: Path) -> None:
-        super().__init__(lane)
-        self._directory = directory
-        self._reads: deque[tuple[Block, Slot, Event]] = deque()
-
-    def reserve_host(self, schedule: OffloadSchedule) -> None:
-        """Reserve the staging slots of a step, once no copy is in flight."""
-        allocate = partial(self._lane.host_memory, "blocks")
-        self.host.reserve(schedule.staging_slots, schedule.largest_bytes, allocate)
-
-    def reserve_disk(self, schedule: OffloadSchedule) -> None:
-        """Reserve the file of a step, once no copy is in flight."""
-        if schedule.tier_bytes > self.disk_bytes:
-            self.disk_bytes = 0
-            self._lane.file.open(self._directory, schedule.tier_bytes)
-            self.disk_bytes = schedule.tier_bytes
-
-    def send(self, block: Block, tensors: Mapping[str, Tensor]) -> Event:
-        """Enqueue the copies of a block to the tier; return when its tensors are copied out."""
-        while self.host.is_full:
-            self._copy_back()
-        slot, sources = self.host.take(), [*tensors.values()]
-        copies = [*zip(block.views(slot.data).values(), sources, strict=True)]
-        after = [self._lane.computed(sources), *slot.emptied]  # orderings 1, and 6 or 7
-        copied = self._lane.out(copies, after=after)
-        offset, staged = block.extent.offset_bytes, block.part(slot)
-        block.stored = self._lane.file.write(offset, staged.numpy(), after=[copied])  # ordering 3
-        slot.empty(block.stored)
-        return copied
-
-    def fetch(self, block: Block) -> None:
-        """Start to read a block, on its way to its ring slot."""
-        offset = block.extent.offset_bytes
-        if self._lane.reads_to_device:
-            after = [block.stored, *block.ring.emptied]  # orderings 3 and 5
-            target = block.part(block.ring).numpy()
-            block.back = self._lane.file.read(offset, target, after=after)
-            return
-        slot = self.host.take()
-        after = [block.stored, *slot.emptied]  # orderings 3, and 6 or 7
-        read = self._lane.file.read(offset, block.part(slot).numpy(), after=after)
-        self._reads.append((block, slot, read))
-
-    def advance(self, wanted: Block | None = None) -> None:
-        """Copy the blocks back that the disk has been read for, and ``wanted``, the first one."""
         while self._reads and (self._reads[0][0] is wanted or self._reads[0][2].done()):
             self._copy_back()
 
@@ -250,3 +221,7 @@ class DiskTier(HostTier):
         after = [read, *block.ring.emptied]  # orderings 8 and 5
         block.back = self._lane.back(copies, after=after)
         slot.empty(block.back)
+
+    def _place(self, block: Block) -> Tensor:
+        """Return the place of a block in host memory."""
+        return self.host.data[block.extent.offset_bytes : sum(block.extent)]
