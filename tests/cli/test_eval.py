@@ -68,14 +68,6 @@ def test_training_tokens_are_called_so(trained):
     assert " in 1 sequence of held, " in succeed("eval", "run.yaml", "--sequences", "1")
 
 
-def test_the_first_sequences_only(trained):
-    one = json.loads(succeed("eval", "run.yaml", "--sequences", 1, "--json"))
-    assert one["num_sequences"] == 1
-    assert (
-        json.loads(succeed("eval", "run.yaml", "--sequences", 99, "--json"))["num_sequences"] == 3
-    )
-
-
 def test_a_particular_checkpoint(trained):
     succeed("train", "run.yaml", "train.steps=6")
     early = ("--checkpoint", "out/checkpoints/step_000004", "--json")
@@ -108,7 +100,6 @@ def test_published_weights_before_any_training_on_request(trained):
     ("output", "says"),
     [
         ("uot", "train.output: uot holds no checkpoint (no such directory): "),
-        ("uot", "one such checkpoint. To evaluate random weights"),
         ("no/where/at/all", "random weights of seed 0, which the run starts from, write --initial"),
     ],
 )
