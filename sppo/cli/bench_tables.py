@@ -22,8 +22,6 @@ from sppo.units import format_bytes, format_count, format_duration, format_token
 
 NOT_MEASURED = "–"
 _TERA_FROM = 1e13
-_Rates = dict[tuple[tuple[str, ...], str], str]
-"""Rates as text, by the cells that name the row and the heading of the column."""
 _STEADY = 0.25
 """Median spread above which figures are too unsteady to plan with; a choice, not measured."""
 
@@ -98,13 +96,12 @@ def bench_screen(found: Measurements, output: Path | None) -> Screen:
 def _gemm(points: Sequence[GemmPoint]) -> Screen:
     unit, name = _flops_unit(point.forward_flops_per_s for point in points)
     yield f"Linear layers, {name}, measured: output / input gradient / weight gradient"
-    rates: _Rates = {
-        ((p.dtype, format_tokens(p.tokens)), f"width {p.width}"): _rates_text(
-            (p.forward_flops_per_s, p.input_flops_per_s, p.weight_flops_per_s), unit=unit
-        )
-        for p in points
-    }
-    yield _rates_table(("dtype", "tokens"), rates)
+    cells = []
+    for p in points:
+        rates = (p.forward_flops_per_s, p.input_flops_per_s, p.weight_flops_per_s)
+        row = (p.dtype, format_tokens(p.tokens))
+        cells.append((row, f"width {p.width}", _rates_text(rates, unit=unit)))
+    yield _rates_table(("dtype", "tokens"), cells)
 
 
 def attention_screen(found: AttentionRates) -> Screen:
@@ -114,14 +111,13 @@ def attention_screen(found: AttentionRates) -> Screen:
         f"Attention of {found.heads} heads over visible pairs, {name}, measured: forward / "
         "backward; 4x keys: four keys for each query"
     )
-    rates: _Rates = {}
+    cells = []
     for p in found.points:
         backend = found.backends[p.dtype, p.head_size]
         row = (backend, p.dtype, str(p.head_size), format_tokens(p.queries))
-        rates[row, f"{p.keys // p.queries}x keys"] = _rates_text(
-            (p.forward_flops_per_s, p.backward_flops_per_s), unit=unit
-        )
-    yield _rates_table(("back end", "dtype", "head size", "queries"), rates)
+        rates = _rates_text((p.forward_flops_per_s, p.backward_flops_per_s), unit=unit)
+        cells.append((row, f"{p.keys // p.queries}x keys", rates))
+    yield _rates_table(("back end", "dtype", "head size", "queries"), cells)
 
 
 def _elementwise(points: Sequence[ElementwisePoint]) -> Screen:
@@ -129,26 +125,31 @@ def _elementwise(points: Sequence[ElementwisePoint]) -> Screen:
         "Element-wise kernels, GB/s of the bytes they must read and write, by type and elements, "
         "measured"
     )
-    rates: _Rates = {
-        ((p.kernel,), f"{p.dtype} {format_count(p.elements)}"): _rates_text((p.bytes_per_s,))
+    cells = (
+        ((p.kernel,), f"{p.dtype} {format_count(p.elements)}", _rates_text((p.bytes_per_s,)))
         for p in points
-    }
-    yield _rates_table(("kernel",), rates)
+    )
+    yield _rates_table(("kernel",), cells)
 
 
-def _rates_table(headings: Sequence[str], rates: _Rates) -> Table:
+def _rates_table(
+    headings: Sequence[str], cells: Iterable[tuple[tuple[str, ...], str, str]]
+) -> Table:
     """Return a table of rates by row and column, each in the order of first appearance.
 
     Args:
         headings: Headings of the cells that name a row.
-        rates: Rates as text.
+        cells: For each rate the cells that name its row, the heading of its column, and the text.
     """
-    columns = dict.fromkeys(column for _, column in rates)
-    rows = (
-        [*row, *(rates.get((row, column), NOT_MEASURED) for column in columns)]
-        for row in dict.fromkeys(row for row, _ in rates)
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for row, column, text in cells:
+        rows.setdefault(row, {})[column] = text
+    columns = dict.fromkeys(column for texts in rows.values() for column in texts)
+    filled = (
+        [*row, *(texts.get(column, NOT_MEASURED) for column in columns)]
+        for row, texts in rows.items()
     )
-    return table((*headings, *columns), rows)
+    return table((*headings, *columns), filled)
 
 
 def _flops_unit(rates: Iterable[float]) -> tuple[float, str]:

@@ -13,7 +13,6 @@ from sppo.api import find_solution, plan_of
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.cli.printing import emit, print_json, working
-from sppo.cli.solution.answer import Answer
 from sppo.cli.solution.corpus import CorpusAnswer
 from sppo.cli.solution.stream import StreamAnswer
 from sppo.config import load_run
@@ -93,6 +92,6 @@ def solve(
         emit(answer.json, answer.screen, as_json=json_output)
 
 
-def _kind_of(solution: Solution | CorpusSolution) -> type[Answer]:
+def _kind_of(solution: Solution | CorpusSolution) -> type[StreamAnswer | CorpusAnswer]:
     """Return the class of answers with such a solution."""
     return CorpusAnswer if isinstance(solution, CorpusSolution) else StreamAnswer

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rich.table import Table
 
@@ -15,7 +15,7 @@ from sppo.cli.solution.candidate import hardware_json, shortfall_json
 from sppo.cli.solution.explanation import explanation_json, explanation_screen
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.changes import Change
-from sppo.planning.corpus.search import CorpusSolution
+from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -23,9 +23,11 @@ from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.planning.why_nothing_fits import rejected_lines
 from sppo.units import counted, format_bytes, format_count, format_duration
 
-Rows = Mapping[str, Callable[[Any], str]]
-"""Functions that return the cell of a way to divide the devices, by the name of the row."""
-DEGREES: Rows = {
+Way = TypeVar("Way", bound=EvaluatedCandidate | PlannedDegrees)
+"""Way to divide the devices: a candidate for the stream, or degrees with plans of drawn steps."""
+Rows = Mapping[str, Callable[[Way], str]]
+"""Functions that return the cell of a way, by the name of the row."""
+DEGREES: Mapping[str, Callable[[EvaluatedCandidate | PlannedDegrees], str]] = {
     "sequence parallel": lambda way: str(way.degrees.sequence_parallel),
     "pipeline parallel": lambda way: str(way.degrees.pipeline_parallel),
     "data parallel": lambda way: str(way.degrees.data_parallel),
@@ -37,7 +39,7 @@ _GAINS = ("step_s", "tokens_per_s", "device_peak_bytes")
 
 
 @dataclass(frozen=True)
-class Answer(ABC):
+class Answer(ABC, Generic[Way]):
     """Answer of ``sppo solve`` to a request.
 
     Attributes:
@@ -56,12 +58,6 @@ class Answer(ABC):
     improvements: Sequence[Change] | None = None
 
     @property
-    def ways(self) -> list[Any]:
-        """Best way to divide the devices, then the runners-up; [] if nothing fits."""
-        best = self.solution.best
-        return [] if best is None else [best, *self.solution.runners_up]
-
-    @property
     def launch(self) -> tuple[str, ...]:
         """Commands that train by the best plan on the nodes of the machine."""
         per_node = self.solution.hardware.node.num_devices
@@ -70,7 +66,7 @@ class Answer(ABC):
     @property
     def _left_over(self) -> int:
         """Number of devices that the best way does not use."""
-        return int(self.solution.hardware.num_devices - self.ways[0].degrees.num_devices)
+        return self.solution.hardware.num_devices - self.ways[0].degrees.num_devices
 
     def json(self) -> dict[str, Any]:
         """Return the answer as JSON values; the best way is also the first of the candidates."""
@@ -135,14 +131,15 @@ class Answer(ABC):
         """Return a table with a column for each way to divide the devices."""
         rows: list[Sequence[str] | None] = []
         for section in self._sections():
-            rows += [[name, *map(text, self.ways)] for name, text in section.items()]
+            for name, text in section.items():
+                rows.append([name, *(text(way) for way in self.ways)])
             rows.append(None)
         headings = ["", "best", *(f"next {place}" for place in range(1, len(self.ways)))]
         return table(headings, rows)
 
     def _speed_rows(
-        self, step_s: Callable[[Any], float], tokens_per_s: Callable[[Any], float]
-    ) -> Rows:
+        self, step_s: Callable[[Way], float], tokens_per_s: Callable[[Way], float]
+    ) -> Rows[Way]:
         """Return rows of the seconds of a step, and of the rate of all devices."""
         best_s = step_s(self.ways[0])
         return {
@@ -156,11 +153,16 @@ class Answer(ABC):
 
     @property
     @abstractmethod
+    def ways(self) -> Sequence[Way]:
+        """Best way to divide the devices, then the runners-up; empty if nothing fits."""
+
+    @property
+    @abstractmethod
     def _explained(self) -> EvaluatedCandidate:
         """Candidate whose seconds are explained."""
 
     @abstractmethod
-    def _way_json(self, way: Any) -> dict[str, Any]:
+    def _way_json(self, way: Way) -> dict[str, Any]:
         """Return a way to divide the devices as JSON values."""
 
     @abstractmethod
@@ -173,7 +175,7 @@ class Answer(ABC):
         """Line about the model and the step that were asked for."""
 
     @abstractmethod
-    def _sections(self) -> Iterator[Rows]:
+    def _sections(self) -> Iterator[Rows[Way]]:
         """Yield rows of the choices, of the predicted step time, and of the peaks of memory."""
 
     @abstractmethod

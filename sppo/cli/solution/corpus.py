@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,10 +16,16 @@ from sppo.planning.why_nothing_fits import model_text
 from sppo.units import counted, format_bytes, format_count, format_tokens
 
 
-class CorpusAnswer(Answer):
+class CorpusAnswer(Answer[PlannedDegrees]):
     """Answer for samples: ways to divide the devices have plans of steps that were drawn."""
 
     solution: CorpusSolution
+
+    @property
+    def ways(self) -> Sequence[PlannedDegrees]:
+        """Best degrees with their plans, then the runners-up; empty if nothing fits."""
+        best = self.solution.best
+        return () if best is None else (best, *self.solution.runners_up)
 
     @property
     def _best(self) -> PlannedDegrees:
@@ -101,7 +107,7 @@ class CorpusAnswer(Answer):
             f"{longest.effective_policy}, K and V {longest.kv}"
         )
 
-    def _sections(self) -> Iterator[Rows]:
+    def _sections(self) -> Iterator[Rows[PlannedDegrees]]:
         tokens, count = self.solution.steps.num_tokens, len(self.solution.steps.lengths)
 
         def candidates(way: PlannedDegrees) -> list[EvaluatedCandidate]:
@@ -124,7 +130,7 @@ class CorpusAnswer(Answer):
             "in closed form": lambda way: step_text(way.closed_s / count),
             "bubble": lambda way: f"{way.bubble_fraction:.1%}",
         }
-        memory = {
+        memory: dict[str, Callable[[PlannedDegrees], str]] = {
             "device peak": lambda way: format_bytes(way.fullest.evaluated.device_peak_bytes),
             "  longest samples": lambda way: format_bytes(way.longest.device_peak_bytes),
         }

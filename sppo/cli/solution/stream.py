@@ -24,10 +24,16 @@ MFU_DEFINITION = (
 )
 
 
-class StreamAnswer(Answer):
+class StreamAnswer(Answer[EvaluatedCandidate]):
     """Answer for the stream: ways to divide the devices are evaluated candidates."""
 
     solution: Solution
+
+    @property
+    def ways(self) -> Sequence[EvaluatedCandidate]:
+        """Best candidate, then the runners-up; empty if nothing fits."""
+        best = self.solution.best
+        return () if best is None else (best, *self.solution.runners_up)
 
     @property
     def _explained(self) -> EvaluatedCandidate:
@@ -81,13 +87,13 @@ class StreamAnswer(Answer):
     def _memory(self) -> Screen:
         return memory_screen(self._explained)
 
-    def _sections(self) -> Iterator[Rows]:
+    def _sections(self) -> Iterator[Rows[EvaluatedCandidate]]:
         """Yield rows of the choices, of the predicted step time, and of the peaks of memory.
 
         A row is left out if it has the same usual value for every candidate.
         """
         best, hardware = self.ways[0], self.solution.hardware
-        choices = {
+        choices: Rows[EvaluatedCandidate] = {
             **DEGREES,
             "devices used": lambda o: str(o.degrees.num_devices),
             "subsequences (N)": lambda o: str(len(o.candidate.lengths)),
@@ -100,7 +106,7 @@ class StreamAnswer(Answer):
             "offload ratio": lambda o: _ends(predict(o).offload_ratios, "{:.2f}".format),
             "  its mean": lambda o: f"{np.mean(predict(o).offload_ratios):.2f}",
         }
-        step = {
+        step: Rows[EvaluatedCandidate] = {
             **self._speed_rows(
                 lambda o: o.step_s,
                 lambda o: predict(o).tokens_per_s_per_gpu * o.degrees.num_devices,
@@ -110,7 +116,9 @@ class StreamAnswer(Answer):
             "bubble": lambda o: f"{predict(o).bubble_fraction:.1%}",
             "exposed copies": lambda o: format_duration(predict(o).exposed_copy_s),
         }
-        memory = {"device peak": lambda o: format_bytes(predict(o).device_peak_bytes)}
+        memory: dict[str, Callable[[EvaluatedCandidate], str]] = {
+            "device peak": lambda o: format_bytes(predict(o).device_peak_bytes)
+        }
         if hardware.device.kind != "cpu":
             memory["host peak"] = lambda o: format_bytes(predict(o).host_peak_bytes)
             memory["  of a node"] = lambda o: format_bytes(o.node_host_bytes)
