@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from sppo.checkpoint.checkpoint import CheckpointManager, read_weights
 from sppo.checkpoint.manifest import sum_files, write_manifest
 from sppo.checkpoint.newest import find_checkpoint
-from sppo.checkpoint.state_block import StateBlock
 from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.cli.convert import app
 from sppo.output_file import write_json
@@ -156,13 +155,6 @@ def test_blocks_that_do_not_tile_their_tensor_are_refused(ranks, tmp_path, fault
         with pytest.raises(AssertionError, match=says):
             raise AssertionError(message)
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_a_block_lies_within_its_tensor():
-    with pytest.raises(AssertionError, match="reaches out"):
-        StateBlock(torch.zeros(2, 3), (2, 0), (3, 3))
-    with pytest.raises(AssertionError, match="dimensions differ"):
-        StateBlock(torch.zeros(2, 3), (0,), (2, 3))
 
 
 # Faults -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 
 from sppo.cli import doctor
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator
+from tests.conftest import succeed
 
 
 def found(findings, name):
@@ -56,6 +57,11 @@ def test_a_check_that_fails_hides_no_other(monkeypatch):
     findings = doctor.examine()
     assert "'triton.runtime'" in [f for f in findings if f.name == "triton"][-1].found
     assert found(findings, "rates").state == "note"
+
+
+def test_table_shows_findings_and_advice():
+    text = " ".join(succeed("doctor").split())
+    assert "cpu_flash taken by auto for bf16 on cpu" in text
 
 
 @pytest.mark.parametrize(

@@ -79,16 +79,6 @@ def test_announced_memory_says_of_which_step_it_is(samples):
     assert f"predicted peak of the longest samples alone {longest} (" in lines["policy"]
 
 
-def test_a_run_goes_on_with_what_it_began_with(samples):
-    train_alone(samples())
-    run = samples(train={"samples_per_step": None, "sequences_per_step": 1, "steps": 3},
-                  data={"samples": "stream"})  # fmt: skip
-    with pytest.raises(ValueError, match="belongs to a run with another configuration"):
-        train_alone(run)
-    outcome = train_alone(samples(train={"steps": 3}))
-    assert (outcome.first_step, outcome.done_steps) == (2, 3)
-
-
 def test_a_resumed_run_reads_on_where_it_ended(samples):
     """Steps of so many tokens have other numbers of samples each."""
     tokens = {"samples_per_step": None, "tokens_per_step": 300}
