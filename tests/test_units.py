@@ -123,17 +123,10 @@ def test_printed():
     ]
 
 
-@pytest.mark.parametrize("seconds", [59.996, 59.999, 0.99999])
-def test_durations_round_into_the_next_unit(seconds):
-    assert format_duration(seconds) in ("1m00s", "1.00 s")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(999.99, "1.0k"), (999_960, "1.0M"), (1023.99 * 1024, "1.0 MiB")]
-)
-def test_rounding_never_prints_a_thousand_of_a_smaller_unit(value, text):
-    shown = format_bytes(value) if "iB" in text else format_count(value)
-    assert shown == text
+def test_rounding_never_prints_a_whole_of_the_next_unit_in_a_smaller_one():
+    assert [format_duration(s) for s in (59.996, 0.99999)] == ["1m00s", "1.00 s"]
+    assert [format_count(n) for n in (999.99, 999_960)] == ["1.0k", "1.0M"]
+    assert format_bytes(1023.99 * 1024) == "1.0 MiB"
 
 
 def test_nouns_are_counted():

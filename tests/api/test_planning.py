@@ -113,17 +113,3 @@ def test_a_run_goes_through_its_sections():
         assert again.parallel.model_fields_set == run.parallel.model_fields_set
         assert again.sequence.model_fields_set == run.sequence.model_fields_set
         assert json.loads(json.dumps(run_sections(run))) == run_sections(run)
-
-
-def test_overrides_are_words_or_values(tmp_path):
-    file = write(tmp_path / "run.yaml", RUN)
-    by_words = sppo.load_run(file, ["optimizer.lr=1e-3", "sequence.length=8Ki"])
-    by_values = sppo.load_run(file, {"optimizer.lr": 1e-3, "sequence.length": 8192})
-    assert (
-        by_words
-        == by_values
-        == sppo.load_run(RUN, {"optimizer.lr": 0.001, "sequence.length": "8Ki"})
-    )
-    assert sppo.load_run(RUN, {"data.tokens": tmp_path}).data.tokens == str(tmp_path)
-    assert sppo.load_run({**RUN, "data": {"tokens": tmp_path}}).data.tokens == str(tmp_path)
-    assert RUN["data"] == {"tokens": "data"}, "what was given is unchanged"

@@ -6,11 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.checkpoint import CheckpointManager
 from sppo.checkpoint.state_block import StateBlock
-from sppo.config import PRESETS
-from sppo.model.initialize import initial_weights
-from tests.make import make_run
 
 
 def tensors_of(step):
@@ -140,26 +137,6 @@ def save(group, directory, layout, *steps):
     for step in steps:
         manager.save(cut_state(group, layout, step=step), step=step, metadata={"by": layout})
     return names(directory)
-
-
-def save_two_tensors(group, directory):
-    """Save step 3 of a state of two tensors that every rank has."""
-    state = {"model.a": torch.ones(2), "model.b": torch.ones(3)}
-    manager_of(group, directory).save(state, step=3, metadata={})
-
-
-def model_run():
-    """A run of a model that has a published form."""
-    return make_run({**PRESETS["tiny-test"], "family": "mistral"}, train={"dtype": "bf16"})
-
-
-def save_model(group, directory, layout):
-    """Save step 3 of :func:`model_run`, as it would be after no step at all."""
-    run = model_run()
-    weights = {f"model.{k}": w for k, w in initial_weights(run.model, seed=3).items()}
-    manager = manager_of(group, directory)
-    metadata = run_metadata(run, sequences_consumed=3)
-    manager.save(cut_tensors(group, layout, weights), step=3, metadata=metadata)
 
 
 def save_layouts(group, directory, layouts):

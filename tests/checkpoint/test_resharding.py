@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_plainly
-from typer.testing import CliRunner
 
 from sppo.checkpoint.checkpoint import CheckpointManager, read_weights
 from sppo.checkpoint.manifest import sum_files, write_manifest
 from sppo.checkpoint.newest import find_checkpoint
 from sppo.checkpoint.tensors import read_tensors, saved_shapes
-from sppo.cli.convert import app
 from sppo.output_file import write_json
 from tests.checkpoint import faulty_ranks as faulty
 from tests.checkpoint import resharding_ranks as work
@@ -59,13 +57,6 @@ def test_any_number_of_ranks_loads_what_four_have_saved(ranks, saved, size):
     assert sum(compared) >= 10 * len(LAYOUTS) * len(wanted)
 
 
-@pytest.mark.parametrize("size", [0, *exhaustive(1)])
-def test_several_ranks_load_what_one_has_saved(ranks, tmp_path, size):
-    ranks(work.save, str(tmp_path), "whole", 3, size=size)
-    for layout in ("rows", "grid"):
-        assert ranks(work.load_newest, str(tmp_path), layout, size=3) == [3, 3, 3]
-
-
 def test_blocks_may_be_views_into_larger_tensors(ranks, saved):
     ranks(work.load_views, str(saved / "grid"), size=3)
 
@@ -85,31 +76,11 @@ def test_one_process_reads_the_model(saved, layout):
     assert torch.equal(moment, state["optimizer.exp_avg.embed.weight"].float())
 
 
-@pytest.mark.parametrize("layout", ["random 1", *exhaustive("grid")])
-def test_to_hugging_face_from_any_layout(ranks, tmp_path, layout):
-    ranks(work.save_model, str(tmp_path / "many"), layout, size=SAVING_RANKS)
-    ranks(work.save_model, str(tmp_path / "one"), "whole", size=0)
-    files = {}
-    for run in ("many", "one"):
-        words = ["to-hf", str(tmp_path / run), str(tmp_path / f"{run} published")]
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
-        found = sorted((tmp_path / f"{run} published").iterdir())
-        files[run] = {path.name: path.read_bytes() for path in found}
-    assert "model.safetensors" in files["one"]
-    assert files["many"] == files["one"]
-
-
 def test_replicas_are_written_once_and_the_work_is_shared(saved):
     path = _step(saved / "whole", 3)
     index = FileSystemReader(path).read_metadata()
     assert len(index.storage_data) == len(work.tensors_of(3))
     assert len(list(path.glob("*.distcp"))) == SAVING_RANKS
-
-
-def test_a_rank_that_writes_nothing_leaves_no_file(ranks, tmp_path):
-    ranks(work.save_two_tensors, str(tmp_path), size=4)
-    assert len(list(_step(tmp_path, 3).glob("*.distcp"))) == 2
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -269,10 +269,11 @@ def test_shipped_run_files_are_right(path):
     load_run(path)
 
 
-def test_values_of_numpy_are_taken():
+def test_values_of_numpy_and_paths_are_taken(tmp_path):
     changes = {"sequence.length": np.int64(64), "sequence.boundaries": np.array([0, 16, 64])}
-    run = load_run(RUN, changes)
+    run = load_run({**RUN, "data": {"tokens": tmp_path}}, changes | {"train.output": tmp_path})
     assert (run.sequence.length, run.sequence.boundaries) == (64, (0, 16, 64))
+    assert run.data.tokens == run.train.output == str(tmp_path)
 
 
 def test_a_run_is_changed():

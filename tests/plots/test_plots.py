@@ -10,7 +10,6 @@ from sppo.plots.chrome_trace import write_trace
 from sppo.plots.timeline import write_png
 from sppo.schedule.abstract import AbstractCase, abstract_case
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.program import generate
 from sppo.schedule.simulation.simulate import simulate
 from tests.schedule.cases import make, play
 from tests.schedule.transfers.test_kv_placement import program
@@ -71,35 +70,10 @@ def test_copies_of_keys_have_their_colours_however_short_they_are(tmp_path, copy
     assert not {rgb(look.colour) for look in style.OTHER_COPIES.values()} & pixels(path)
 
 
-def test_copies_of_shards_look_like_other_copies():
-    words = {"ranks": 4, "sequences": 1, "subsequences": 8, "offload_ratio": "full"}
-    schedule, _ = abstract_case(AbstractCase(schedule="sppo_msp", **words))
-    look = style.Style(schedule).look
-    copies = [a for program in schedule.programs for a in program if a.kind is ActionKind.D2H]
-    assert any(copy.num_shards > 1 for copy in copies)
-    assert {look(copy) for copy in copies} == {style.KINDS[ActionKind.D2H]}
-
-
 def test_an_empty_evaluation_and_a_single_rank_can_be_drawn(tmp_path):
     path = tmp_path / "a.png"
     write_png(path, timelines=[play(make("sppo", p=1, n=1, m=1, forward_only=True))])
     assert path.stat().st_size > 5000
-
-
-def test_sequences_that_differ_alternate_between_dark_and_light():
-    def names(schedule):
-        found = style.Style(schedule)
-        return [
-            found.look(action).name
-            for action in schedule.programs[0]
-            if action.kind is ActionKind.F
-        ]
-
-    packed = generate("sppo", num_ranks=2, lengths=((8, 4), (9,), (3,)))
-    assert names(packed) == ["forward", "forward", "every 2nd sequence", "forward"]
-    assert set(names(make("sppo", p=2, n=3, m=2))) == {"forward"}
-    looped = generate("looped_bfs", num_ranks=2, lengths=((8, 4),), num_virtual=2)
-    assert names(looped) == ["forward"] * 2 + ["every 2nd stage of a rank"] * 2
 
 
 def test_a_trace_is_json_with_spans_idle_time_and_memory(tmp_path):
