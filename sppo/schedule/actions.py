@@ -185,8 +185,7 @@ class Placement:
         return tuple(range(rank, self.num_stages, self.num_ranks))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Cut:
+class Cut(NamedTuple):
     """Token counts of the shards of one unit on one stage (MSP); their sum is the unit's length."""
 
     stage: int

@@ -8,13 +8,12 @@
     rank 1: 1F0.0 1F0.1 1B0.1 1B0.0
 
 One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`,
-`0D2H2.1`, `0D2H_KV2.1`, `0REDUCE`, `0H2D_WEIGHTS`). `#` starts a comment. All lines above the
-programs are optional:
+`0D2H2.1`, `0D2H_KV2.1`, `0REDUCE`, `0H2D_WEIGHTS`). Stage s is on rank s mod P of P ranks. `#`
+starts a comment. All lines above the programs are optional:
 
 * `name TEXT`: name that plots show.
-* `ranks P`, `virtual V`: number of ranks, and of stages per rank. Default: as many ranks as there
-  are program lines, and as many stages per rank as the actions name.
-* `style loop`: stage s is on rank s mod P, as in every program.
+* `ranks P`, `virtual V`, `style loop`: number of ranks and of stages per rank, and how stages are
+  placed. They are written for people and not read, because the programs say so themselves.
 * `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.
   Default: as many sequences and subsequences as the actions name, of 1 token each.
 * `cut 0 2.1 = 5,6,5`: tokens of the shards of unit 2.1 on stage 0.
@@ -46,6 +45,7 @@ _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)"
 
 MOST_ACTIONS = 1_000_000
 """Upper bound on the actions of one file; simulating that many takes minutes."""
+_FOR_PEOPLE = ("ranks", "virtual", "style")
 _SHOWN = 5
 _MOST_DIGITS = 12
 """Upper bound on the digits of a number in a file: a trillion tokens."""
@@ -74,17 +74,12 @@ def parse_action(text: str) -> Action:
         raise ValueError(
             f"{quoted(text)} is not an action: {match['kind']} {rule}, as in 0REDUCE or 0F2.1"
         )
+    stage = int(match["stage"])
     if of_stage:
-        return Action(kind, int(match["stage"]), wire=carries)
-    return Action(
-        kind,
-        int(match["stage"]),
-        int(match["sequence"]),
-        int(match["subsequence"]),
-        carries,
-        int(match["shard"] or 0),
-        int(match["num_shards"] or 1),
-    )
+        return Action(kind, stage, wire=carries)
+    shard, num_shards = int(match["shard"] or 0), int(match["num_shards"] or 1)
+    unit = int(match["sequence"]), int(match["subsequence"])
+    return Action(kind, stage, *unit, carries, shard, num_shards)
 
 
 def format_program(schedule: Schedule) -> str:
@@ -151,8 +146,6 @@ class _Reader:
 
     def __init__(self) -> None:
         self.name = "program"
-        self.ranks: int | None = None
-        self.virtual: int | None = None
         self.lengths: list[tuple[int, ...]] = []
         self.cuts: list[Cut] = []
         self.programs: dict[int, tuple[Action, ...]] = {}
@@ -161,6 +154,7 @@ class _Reader:
 
     def read(self, content: str, *, number: int) -> None:
         """Parse one line, given without its comment."""
+        key, _, value = content.partition(" ")
         ranked = _RANK.fullmatch(content)
         if ranked or content[0].isdigit():
             rank = _whole(ranked[1]) if ranked else len(self.programs)
@@ -172,31 +166,22 @@ class _Reader:
                 raise ValueError(f"more than {MOST_ACTIONS:,} actions; take fewer units or stages")
             self.programs[rank] = tuple(map(parse_action, spelled))
             self.lines[rank] = number
-            return
-        key, _, value = content.partition(" ")
-        self._read_header(key, value.strip())
-
-    def _read_header(self, key: str, value: str) -> None:
-        if key == "name":
-            self.name = value
-        elif key == "ranks":
-            self.ranks = _at_least_one(key, value)
-        elif key == "virtual":
-            self.virtual = _at_least_one(key, value)
-        elif key == "style":
-            if value != "loop":
-                raise ValueError(f"style {quoted(value)}: must be loop")
+        elif key == "name":
+            self.name = value.strip()
         elif key == "lengths":
-            self.lengths.append(tuple(_at_least_one(key, word) for word in value.split(",")))
+            parts = tuple(map(_whole, value.split(",")))
+            if min(parts) < 1:
+                raise ValueError(f"lengths {min(parts)}: must be at least 1")
+            self.lengths.append(parts)
         elif key == "cut":
-            match = _CUT.fullmatch(value)
+            match = _CUT.fullmatch(value.strip())
             if match is None:
                 raise ValueError(
                     f"cut {quoted(value)}: write stage, unit and tokens: cut 0 2.1 = 5,6,5"
                 )
-            parts = tuple(_whole(word) for word in match[4].split(","))
+            parts = tuple(map(_whole, match[4].split(",")))
             self.cuts.append(Cut(int(match[1]), int(match[2]), int(match[3]), parts))
-        else:
+        elif key not in _FOR_PEOPLE:
             raise ValueError(
                 f"{quoted(key)} starts no line: write name, ranks, virtual, style, lengths, cut, "
                 "or a program such as 'rank 0: 0F0.0 0B0.0'"
@@ -207,39 +192,26 @@ class _Reader:
         if not self.programs:
             raise ValueError("holds no program: write one line per rank, 'rank 0: 0F0.0 0B0.0'")
         actions = [action for program in self.programs.values() for action in program]
-        ranks = self.ranks if self.ranks is not None else max(self.programs) + 1
-        if ranks != len(self.programs) or max(self.programs) >= ranks:
+        ranks = max(self.programs) + 1
+        if ranks != len(self.programs):
             raise ValueError(
                 f"programs for {len(self.programs)} of {ranks} ranks, the last for rank "
-                f"{max(self.programs)}: write one line for each of the ranks 0 to {ranks - 1}"
+                f"{ranks - 1}: write one line for each of the ranks 0 to {ranks - 1}"
             )
-        num_stages = max((action.stage for action in actions), default=0) + 1
-        virtual = self.virtual or -(-num_stages // ranks)
-        if max(num_stages, ranks * virtual) > max(len(actions), ranks):
-            raise ValueError(
-                f"{ranks} ranks with {virtual} stages each, and only {len(actions)} actions: "
-                "every stage needs one"
-            )
+        virtual = max((action.stage for action in actions), default=0) // ranks + 1
         lengths = tuple(self.lengths) or _named_lengths(actions)
         units = sum(map(len, lengths))
-        if units * ranks * virtual > max(len(actions), 1):
+        if units * ranks * virtual > max(len(actions), ranks):
             raise ValueError(
-                f"{units} subsequences on {ranks * virtual} stages, and only {len(actions)} "
-                "actions: every subsequence needs one on every stage"
+                f"{units} subsequences on {ranks} ranks with {virtual} stages each, and only "
+                f"{len(actions)} actions: every subsequence needs one on every stage"
             )
-        schedule = Schedule.of_actions(
-            self.name,
-            Placement(ranks, virtual),
-            lengths,
-            tuple(self.programs[rank] for rank in range(ranks)),
-            tuple(sorted(self.cuts)),
-        )
-        for cut in schedule.cuts:
-            known = cut.stage < schedule.num_stages and cut.sequence < schedule.num_sequences
-            if not known or cut.subsequence >= len(schedule.lengths[cut.sequence]):
-                raise ValueError(
-                    f"cut {cut.stage} {cut.sequence}.{cut.subsequence}: there is no such unit"
-                )
+        programs = tuple(self.programs[rank] for rank in range(ranks))
+        cuts, placement = tuple(sorted(self.cuts)), Placement(ranks, virtual)
+        schedule = Schedule.of_actions(self.name, placement, lengths, programs, cuts)
+        for stage, sequence, subsequence, _ in cuts:
+            if stage >= schedule.num_stages or (sequence, subsequence) not in schedule.keys:
+                raise ValueError(f"cut {stage} {sequence}.{subsequence}: there is no such unit")
         return schedule
 
 
@@ -250,13 +222,6 @@ def _whole(text: str) -> int:
     if len(word) > _MOST_DIGITS:
         raise ValueError(f"{quoted(word)} is too large; write at most {_MOST_DIGITS} digits")
     return int(word)
-
-
-def _at_least_one(key: str, text: str) -> int:
-    number = _whole(text)
-    if number < 1:
-        raise ValueError(f"{key} {number}: must be at least 1")
-    return number
 
 
 def _named_lengths(actions: Sequence[Action]) -> Lengths:
