@@ -12,16 +12,14 @@ width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-
-import numpy as np
 
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.hardware.description import DeviceSpec
-from sppo.hardware.rates import Floats
 
 _ACCUMULATION_BYTES = 4
+
+Work = tuple[str, int]
+"""Name of an element-wise kernel, and elements of every token that a call works on."""
 
 PASSES: Mapping[str, tuple[float, float]] = {
     "rmsnorm": (2, 0),
@@ -61,12 +59,8 @@ update, which reads and writes the master and two moments. ``narrow`` writes wei
 smaller than that of their masters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Call of an element-wise kernel on `width` elements of every token."""
-
-    kernel: str
-    width: int
+_BACKWARDS = {"head_norm": "head_norm_backward", "rotary": "rotary"}
+"""Kernels of the gradients of kernels on queries and keys."""
 
 
 def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
@@ -75,63 +69,39 @@ def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
     return in_compute_dtype * element_bytes + in_fp32 * _ACCUMULATION_BYTES
 
 
-def work_seconds(
-    device: DeviceSpec, dtype: str, *, work: Iterable[Work], tokens: Floats, element_bytes: int
-) -> Floats:
-    """Return the seconds of the kernels `work` on subsequences of `tokens`, [subsequences]."""
-    seconds = np.zeros_like(tokens)
-    for item in work:
-        elements = tokens * item.width
-        rate = device.elementwise_bytes_per_s(item.kernel, dtype, elements=elements)
-        offloaded = elements * bytes_per_element(item.kernel, element_bytes=element_bytes)
-        seconds += offloaded / rate
-    return seconds
+def layer_work(model: ModelConfig, *, element_bytes: int) -> Mapping[str, list[Work]]:
+    """Return the kernels of passes over a layer.
 
-
-def forward_work(model: ModelConfig) -> Iterator[Work]:
-    """Yield the kernels of a layer's forward: norms, rotation, K/V copies, MLP, residuals."""
-    e, query, key = _widths(model)
-    yield Work(model.norm, e)
-    for width in (query, key):
-        yield from _towards_attention(model, width)
-    yield from (Work("copy", key),) * 2
-    yield Work(f"{model.norm}_add", e)
-    yield Work(model.mlp, model.mlp_size)
-    yield Work("add", e)
-
-
-def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
-    """Yield the kernels of a layer's backward that recomputes only norms and activations."""
-    e, query, key = _widths(model)
-    yield from (Work(model.norm, e), Work(f"{model.norm}_add_backward", e)) * 2
+    Returns:
+        Kernels of "forward"; of "backward", which recomputes only norms and activations; of
+        "linear_recompute", the recomputation of the linear class; and of "kv", the recomputation of
+        K and V from the layer's input; without matrix products.
+    """
+    e, f, norm = model.hidden_size, model.mlp_size, model.norm
+    query, key = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
+    between: list[str] = []  # kernels on queries and keys between their projection and attention
     if model.qk_norm:
-        # Queries are saved before their norm, so its output is recomputed.
-        yield from _towards_attention(model, query)
+        between.append("head_norm")
+    if model.position == "rotary":
+        between.append("rotary")
+    queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
+    # Queries are saved before their norm, so backward recomputes its output.
+    saved_plain = queries if model.qk_norm else []
+    kv = [(norm, e), *keys, *[("copy", key)] * 2]
+    backward = [(norm, e), (f"{norm}_add_backward", e)] * 2 + saved_plain
     for width in (query, key):
-        if model.position == "rotary":
-            yield Work("rotary", width)
-        if model.qk_norm:
-            yield Work("head_norm_backward", width)
+        backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
     if element_bytes < _ACCUMULATION_BYTES:
-        yield from (Work("narrow", key),) * 2
-    yield Work(f"{model.mlp}_backward", model.mlp_size)
-    yield from _bias_gradients(model)
-
-
-def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
-    """Yield the element-wise kernels that recompute the linear class, without matrix products."""
-    e, query, _ = _widths(model)
-    if not model.qk_norm:
-        yield from _towards_attention(model, query)
-    yield Work("add", e)
-
-
-def kv_work(model: ModelConfig) -> Iterator[Work]:
-    """Yield the element-wise kernels that recompute K and V from a layer's input."""
-    e, _, key = _widths(model)
-    yield Work(model.norm, e)
-    yield from _towards_attention(model, key)
-    yield from (Work("copy", key),) * 2
+        backward += [("narrow", key)] * 2
+    biases = [query, key, key] * model.qkv_bias + [e] * model.output_bias
+    biases += [f, e] * model.mlp_bias
+    backward += [(f"{model.mlp}_backward", f), *(("bias_gradient", width) for width in biases)]
+    return {
+        "forward": [*kv, *queries, (f"{norm}_add", e), (model.mlp, f), ("add", e)],
+        "backward": backward,
+        "linear_recompute": [*([] if model.qk_norm else queries), ("add", e)],
+        "kv": kv,
+    }
 
 
 def saving_work(model: ModelConfig, *, names: Iterable[str]) -> Iterator[Work]:
@@ -139,30 +109,4 @@ def saving_work(model: ModelConfig, *, names: Iterable[str]) -> Iterator[Work]:
     elements = tensor_bytes_per_token(model, element_bytes=1)
     for name in names:
         if name != "lse":
-            yield Work("save", elements[name])
-
-
-def _widths(model: ModelConfig) -> tuple[int, int, int]:
-    return (
-        model.hidden_size,
-        model.num_heads * model.head_dim,
-        model.kv_heads * model.head_dim,
-    )
-
-
-def _towards_attention(model: ModelConfig, width: int) -> Iterator[Work]:
-    """Yield the kernels on queries or keys between their projection and attention."""
-    if model.qk_norm:
-        yield Work("head_norm", width)
-    if model.position == "rotary":
-        yield Work("rotary", width)
-
-
-def _bias_gradients(model: ModelConfig) -> Iterator[Work]:
-    e, query, key = _widths(model)
-    if model.qkv_bias:
-        yield from (Work("bias_gradient", width) for width in (query, key, key))
-    if model.output_bias:
-        yield Work("bias_gradient", e)
-    if model.mlp_bias:
-        yield from (Work("bias_gradient", width) for width in (model.mlp_size, e))
+            yield "save", elements[name]

@@ -17,22 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, reduce
 from math import prod, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import ModelConfig
-from sppo.cost.correction import UNCORRECTED, CostCorrection
-from sppo.cost.elementwise import (
-    Work,
-    backward_work,
-    forward_work,
-    kv_work,
-    linear_recompute_work,
-    saving_work,
-    work_seconds,
-)
+from sppo.cost.elementwise import Work, bytes_per_element, layer_work, saving_work
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape, layer_shapes
@@ -61,6 +52,33 @@ _EXCHANGES = {
 
 Megatron's backward mirrors the exchanges of forward and gathers both normed inputs once more;
 recomputing x_mid takes one more reduction. Recomputing attention in Ulysses exchanges q and o."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostCorrection:
+    """Factors of the predicted compute seconds of forwards and backwards.
+
+    Forwards and backwards have separate corrections: their kernels and memory traffic differ, and a
+    run times both on any device, action by action. Kernels inside an action cannot be timed without
+    slowing the action down, so they are not corrected one by one.
+
+    Attributes:
+        forward: Factor of forwards, including the head.
+        backward: Factor of both halves of backwards and of recomputation.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.forward > 0 and self.backward > 0):
+            raise ValueError(
+                f"correction of forwards by {self.forward} and of backwards by {self.backward}: "
+                "both must be above 0"
+            )
+
+
+UNCORRECTED = CostCorrection()
 
 
 @dataclass(frozen=True)
@@ -119,14 +137,6 @@ Parts = Mapping[str, Table]
 """Seconds of a pass over each subsequence, [subsequences], by part."""
 
 
-def layer_seconds(
-    workload: Workload, parts: SampleParts, *, window: int | None
-) -> dict[str, Table]:
-    """Return the seconds of each pass over one layer, the sums of its :func:`layer_parts`."""
-    passes = layer_parts(workload, parts, window=window)
-    return {name: summed(of_pass) for name, of_pass in passes.items()}
-
-
 def summed(parts: Parts) -> Table:
     """Return the seconds of a pass from those of its parts."""
     return reduce(np.add, parts.values())
@@ -142,44 +152,43 @@ def layer_parts(
         parts: Parts of samples in each subsequence.
         window: Sliding window of the layer, None for full attention.
     """
-    model, device = workload.model, workload.hardware.device
-    tokens = parts.tokens
+    model, device, tokens = workload.model, workload.hardware.device, parts.tokens
+    here = tokens / workload.sequence_parallel_degree
     shapes = layer_shapes(model)
     matrices = [shape for shape in shapes.values() if len(shape) == 2]
     recomputed = [shapes[f"{name}.weight"] for name in recomputed_linear_names(model)]
     attention, attention_backward = map(
         parts.by_subsequence, _attention_seconds(workload, parts, window=window)
     )
+    elementwise = {
+        name: _work_seconds(workload, work, tokens=here)
+        for name, work in layer_work(model, element_bytes=workload.element_bytes).items()
+    }
+    saving = {index: _saving_seconds(workload, index, tokens=here) for index in _CLASSES}
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
-    saving = {index: _saving_seconds(workload, index, tokens=tokens) for index in _CLASSES}
-    backward_elementwise = backward_work(model, element_bytes=workload.element_bytes)
     passes: dict[str, dict[str, Table]] = {
         "forward": {
-            "products": _product_seconds(workload, matrices, tokens=tokens, product="forward"),
+            "products": _products(workload, matrices, tokens=here, product="forward"),
             "attention": attention,
-            "elementwise": _elementwise_seconds(workload, forward_work(model), tokens=tokens)
-            + sum(saving.values()),
+            "elementwise": elementwise["forward"] + sum(saving.values()),
             "exchange": exchange,
             "launches": np.full_like(tokens, _FORWARD_KERNELS * device.kernel_s),
         },
         "backward": {
-            "products": _product_seconds(workload, matrices, tokens=tokens, product="input"),
+            "products": _products(workload, matrices, tokens=here, product="input"),
             "attention": attention_backward,
-            "elementwise": _elementwise_seconds(workload, backward_elementwise, tokens=tokens),
+            "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],
             "launches": np.full_like(tokens, _BACKWARD_KERNELS * device.kernel_s),
         },
         "weight": {
-            "products": _product_seconds(workload, matrices, tokens=tokens, product="weight"),
+            "products": _products(workload, matrices, tokens=here, product="weight"),
             "gradient_sums": np.full_like(tokens, _gradient_sum_seconds(workload, matrices)),
         },
         "linear_recompute": {
-            "products": _product_seconds(workload, recomputed, tokens=tokens, product="forward"),
-            "elementwise": _elementwise_seconds(
-                workload, linear_recompute_work(model), tokens=tokens
-            )
-            - saving[LINEAR],
+            "products": _products(workload, recomputed, tokens=here, product="forward"),
+            "elementwise": elementwise["linear_recompute"] - saving[LINEAR],
             "exchange": exchange * times["linear_recompute"],
         },
         "attention_recompute": {
@@ -198,26 +207,20 @@ def layer_parts(
 
 def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
     """Return the seconds of recomputing K and V of one layer from its input, [subsequences]."""
-    model, times = workload.model, _EXCHANGES[workload.sequence_parallel]
-    shapes = layer_shapes(model)
+    model, shapes = workload.model, layer_shapes(workload.model)
+    here = tokens / workload.sequence_parallel_degree
     # Ulysses exchanges only k and v of the tensors of a forward; Megatron gathers the tokens.
+    share = model.kv_heads / (model.num_heads + model.kv_heads)
     if workload.sequence_parallel == "megatron":
-        share = times["linear_recompute"]
-    else:
-        share = model.kv_heads / (model.num_heads + model.kv_heads)
+        share = _EXCHANGES["megatron"]["linear_recompute"]
+    matrices = [shapes["k.weight"], shapes["v.weight"]]
+    work = layer_work(model, element_bytes=workload.element_bytes)["kv"]
     seconds: Table = (
-        _product_seconds(
-            workload, [shapes["k.weight"], shapes["v.weight"]], tokens=tokens, product="forward"
-        )
-        + _elementwise_seconds(workload, kv_work(model), tokens=tokens)
+        _products(workload, matrices, tokens=here, product="forward")
+        + _work_seconds(workload, work, tokens=here)
         + exchange_seconds(workload, tokens=tokens) * share
     )
     return seconds * workload.correction.backward
-
-
-def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Return the seconds of the head in F, the sum of :func:`head_parts`, [subsequences]."""
-    return summed(head_parts(workload, tokens=tokens))
 
 
 def head_parts(workload: Workload, *, tokens: Floats) -> dict[str, Table]:
@@ -227,47 +230,29 @@ def head_parts(workload: Workload, *, tokens: Floats) -> dict[str, Table]:
     """
     model, device = workload.model, workload.hardware.device
     here = tokens / workload.sequence_parallel_degree
-    tile = np.minimum(
-        here,
-        tile_tokens(model.vocab_size, element_bytes=workload.element_bytes, device=device.kind),
+    most = tile_tokens(model.vocab_size, element_bytes=workload.element_bytes, device=device.kind)
+    tile = np.minimum(here, most)
+    tiles, matrix = here / tile, [(model.vocab_size, model.hidden_size)]
+    kinds: tuple[Product, ...] = get_args(Product)
+    products: Table = np.sum(
+        [_products(workload, matrix, tokens=tile, product=kind) for kind in kinds], axis=0
     )
-    shape = (model.vocab_size, model.hidden_size)
-    products = sum(
-        (
-            _products(workload, [shape], tokens=tile, product=product)
-            for product in ("forward", "input", "weight")
-        ),
-        start=np.zeros_like(tokens),
-    )
-    loss = work_seconds(
-        device,
-        workload.dtype,
-        work=[Work("loss_gradient", model.vocab_size)],
-        tokens=tile,
-        element_bytes=workload.element_bytes,
-    )
-    norms = [Work(model.norm, model.hidden_size), Work(f"{model.norm}_backward", model.hidden_size)]
-    tiles = here / tile
+    loss = _work_seconds(workload, [("loss_gradient", model.vocab_size)], tokens=tile)
+    norms = [(model.norm, model.hidden_size), (f"{model.norm}_backward", model.hidden_size)]
     parts = {
         "products": products * tiles,
-        "elementwise": loss * tiles + _elementwise_seconds(workload, norms, tokens=tokens),
-        "gradient_sums": _gradient_sum_seconds(workload, [shape]) * tiles,
+        "elementwise": loss * tiles + _work_seconds(workload, norms, tokens=here),
+        "gradient_sums": _gradient_sum_seconds(workload, matrix) * tiles,
     }
     return {name: seconds * workload.correction.forward for name, seconds in parts.items()}
 
 
-def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
-    """Return the seconds of the optimizer step on a device's shard of `parameters`."""
-    work = [Work("adamw", 1)]
+def update_seconds(workload: Workload, *, parameters: Floats) -> Table:
+    """Return the seconds of the optimizer step on `parameters` of one device."""
+    work = [("adamw", 1)]
     if workload.element_bytes < ACCUMULATION_BYTES:
-        work.append(Work("narrow", 1))
-    return work_seconds(
-        workload.hardware.device,
-        workload.dtype,
-        work=work,
-        tokens=parameters / shards,
-        element_bytes=workload.element_bytes,
-    )
+        work.append(("narrow", 1))
+    return _work_seconds(workload, work, tokens=parameters)
 
 
 def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
@@ -334,14 +319,6 @@ def _attention_seconds(
     return forward, backward
 
 
-def _product_seconds(
-    workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
-) -> Table:
-    """Return the seconds of one kind of linear-layer product on a device's shard of `tokens`."""
-    here = tokens / workload.sequence_parallel_degree
-    return _products(workload, shapes, tokens=here, product=product)
-
-
 def _products(
     workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
 ) -> Table:
@@ -367,14 +344,15 @@ def _gradient_sum_seconds(workload: Workload, shapes: Iterable[Shape]) -> float:
     return sum(map(prod, shapes)) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
 
 
-def _elementwise_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -> Table:
-    return work_seconds(
-        workload.hardware.device,
-        workload.dtype,
-        work=work,
-        tokens=tokens / workload.sequence_parallel_degree,
-        element_bytes=workload.element_bytes,
-    )
+def _work_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -> Table:
+    """Return the seconds of element-wise kernels on `tokens` of one device, [subsequences]."""
+    device, seconds = workload.hardware.device, np.zeros_like(tokens)
+    for kernel, width in work:
+        elements = tokens * width
+        rate = device.elementwise_bytes_per_s(kernel, workload.dtype, elements=elements)
+        each = bytes_per_element(kernel, element_bytes=workload.element_bytes)
+        seconds += elements * each / rate
+    return seconds
 
 
 def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
@@ -386,4 +364,4 @@ def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
     if workload.hardware.device.kind != "cpu":
         return np.zeros_like(tokens)
     names = sorted(tensors_of((index,), workload.model))
-    return _elementwise_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)
+    return _work_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)

@@ -162,7 +162,7 @@ def _update_seconds(candidate: Candidate) -> Table:
     workload, state = candidate.workload, candidate.state
     updated = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
     parameters = of_ranks(candidate, updated)
-    seconds = update_seconds(workload, parameters=parameters, shards=1)
+    seconds = update_seconds(workload, parameters=parameters)
     if state.offloads_optimizer:
         engines = _engines(candidate, state.tier)
         out, back = engines.d2h_bytes_per_s, engines.h2d_bytes_per_s

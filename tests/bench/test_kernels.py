@@ -11,7 +11,7 @@ from sppo.bench.attention import attention_problems
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES
 from sppo.bench.timing import KernelBench, Rounds, Timing
-from sppo.cost.elementwise import PASSES, Work, bytes_per_element, work_seconds
+from sppo.cost.elementwise import PASSES, bytes_per_element
 from sppo.hardware.presets import PRESETS
 from tests.bench.test_timing import Watcher, bench_of
 
@@ -37,14 +37,9 @@ def test_elementwise_rates_predict_the_time_they_came_from(dtype):
     timings = {(kernel, dtype, 4096): Timing(1e-3 * n, 0.0) for n, kernel in enumerate(kernels, 1)}
     device = replace(CPU, elementwise_points=elementwise.elementwise_points(timings))
     for n, kernel in enumerate(kernels, 1):
-        seconds = work_seconds(
-            device,
-            dtype,
-            work=[Work(kernel, 8)],
-            tokens=np.array([512.0]),
-            element_bytes=DTYPES[dtype].itemsize,
-        )
-        assert seconds == pytest.approx(1e-3 * n)
+        rate = device.elementwise_bytes_per_s(kernel, dtype, elements=np.array([4096.0]))
+        carried = 4096 * bytes_per_element(kernel, element_bytes=DTYPES[dtype].itemsize)
+        assert carried / rate == pytest.approx(1e-3 * n)
 
 
 def test_every_kernel_of_the_planner_can_be_measured():

@@ -19,7 +19,7 @@ from sppo.cost.flops import (
     recomputed_linear_flops,
 )
 from sppo.cost.kv import kv_bytes_per_token
-from sppo.cost.layer import Workload, layer_seconds
+from sppo.cost.layer import Workload, layer_parts, summed
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
@@ -163,11 +163,11 @@ def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
     device = replace(PERFECT.device, memory_bytes_per_s=rate)
     slower = replace(PERFECT, device=device)
     seconds = [
-        layer_seconds(
-            Workload(MODEL, hardware, dtype=dtype),
-            parts_of_sequence((1024,)),
-            window=None,
-        )["weight"][0]
+        summed(
+            layer_parts(
+                Workload(MODEL, hardware, dtype=dtype), parts_of_sequence((1024,)), window=None
+            )["weight"]
+        )[0]
         for hardware in (slower, PERFECT)
     ]
     matrices = sum(prod(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sppo.cost.correction import UNCORRECTED, CostCorrection
+from sppo.cost.layer import UNCORRECTED, CostCorrection
 from sppo.cost.stage_cost import stage_seconds
 from sppo.planning.elastic.step_correction import NO_CORRECTION, StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner

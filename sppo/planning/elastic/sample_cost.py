@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sppo.cost.layer import Workload, attention_seconds, head_seconds, layer_seconds
+from sppo.cost.layer import Workload, attention_seconds, head_parts, layer_parts, summed
 from sppo.cost.packed_sequence import SampleParts
 from sppo.hardware.rates import Floats
 
@@ -76,11 +76,11 @@ def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
         )
     )
     parts = SampleParts(np.zeros_like(tokens), tokens, np.arange(len(tokens)))
-    seconds = head_seconds(workload, tokens=tokens)
+    seconds = summed(head_parts(workload, tokens=tokens))
     for window, layers in _windows(workload).items():
-        passes = layer_seconds(workload, parts, window=window)
+        passes = layer_parts(workload, parts, window=window)
         attention = sum(attention_seconds(workload, parts, window=window))
-        own = passes["forward"] + passes["backward"] + passes["weight"]
+        own = sum(summed(passes[name]) for name in ("forward", "backward", "weight"))
         seconds = seconds + layers * (own - attention)
     return SampleCost(workload, np.concatenate([[0.0], tokens]), np.concatenate([[0.0], seconds]))
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from sppo.cost.correction import CostCorrection
+from sppo.cost.layer import CostCorrection
 
 MOST_FACTOR = 8.0
 """Largest factor of a correction; the smallest is its inverse. Presets are not further off, but

@@ -18,7 +18,7 @@ from typing import Any
 
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.cost.candidate import Candidate
-from sppo.cost.correction import CostCorrection
+from sppo.cost.layer import CostCorrection
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import executed_flops
 from sppo.cost.state_tiers import ON_DEVICE

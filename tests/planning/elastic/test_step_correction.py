@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sppo.cost.correction import UNCORRECTED, CostCorrection
+from sppo.cost.layer import UNCORRECTED, CostCorrection
 from sppo.cost.stage_cost import stage_seconds
 from sppo.planning.elastic.replica_plan import StepRequest, plan_replica, predict_step
 from sppo.planning.elastic.sample_cost import sample_cost
