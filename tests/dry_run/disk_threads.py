@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from torch import Tensor
+
 from sppo.offload.worker_pool import Event, wait_for
 from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Worker
@@ -25,31 +27,8 @@ class DoneWork(Future[None]):
         self._runtime.wait(self._runtime.host, self._clock, awaited=self._name)
 
 
-class InlinePool:
-    """A :class:`sppo.offload.worker_pool.WorkerPool` that does submitted work at once.
-
-    Args:
-        name: Name of the fake threads.
-        runtime: Runtime whose host threads include the fake threads.
-    """
-
-    def __init__(self, name: str, *, runtime: Runtime) -> None:
-        self._runtime, self._name = runtime, name
-
-    def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
-        """Do ``work`` in a fake thread of its own, after waiting for the events in ``after``."""
-        worker = Worker(self._name)
-        worker.learn(self._runtime.host.clock)
-        with self._runtime.on_host(worker):
-            for event in after:
-                wait_for(event)
-            work()
-            worker.work()
-        return DoneWork(self._runtime, worker)
-
-
 class FakeFile:
-    """:class:`sppo.offload.disk.file_tier.FileTier` without a file.
+    """:class:`sppo.offload.disk.file_tier.FileTier` without a file, whose threads work at once.
 
     Args:
         begin: Function that a thread calls first; not called.
@@ -57,24 +36,36 @@ class FakeFile:
     """
 
     def __init__(self, *, begin: Callable[[], None] | None = None, recorder: Recorder) -> None:
-        self._pool, self._recorder = InlinePool("sppo disk", runtime=recorder.runtime), recorder
+        self._recorder, self._runtime = recorder, recorder.runtime
 
     def open(self, directory: Path, size_bytes: int) -> None:
         """Do nothing, since there is no file."""
 
     def write(self, offset_bytes: int, data: HostBytes, *, after: Sequence[Event]) -> Future[None]:
         """Record that a write to the file reads host memory."""
-        return self._pool.submit(
-            lambda: self._recorder.host_work("write to the file", reads=[data.tensor], writes=[]),
-            after=after,
-        )
+        return self._work("write to the file", after, reads=[data.tensor])
 
     def read(self, offset_bytes: int, data: HostBytes, *, after: Sequence[Event]) -> Future[None]:
         """Record that a read from the file writes host memory."""
-        return self._pool.submit(
-            lambda: self._recorder.host_work("read from the file", reads=[], writes=[data.tensor]),
-            after=after,
-        )
+        return self._work("read from the file", after, writes=[data.tensor])
+
+    def _work(
+        self,
+        what: str,
+        after: Sequence[Event],
+        *,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> Future[None]:
+        """Work in a fake thread of its own, after waiting for the events in ``after``."""
+        worker = Worker("sppo disk")
+        worker.learn(self._runtime.host.clock)
+        with self._runtime.on_host(worker):
+            for event in after:
+                wait_for(event)
+            self._recorder.host_work(what, reads=reads, writes=writes)
+            worker.work()
+        return DoneWork(self._runtime, worker)
 
     def take_s(self) -> tuple[float, float]:
         """Return the seconds of writes and reads, which take none."""

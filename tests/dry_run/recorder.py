@@ -14,11 +14,20 @@ from torch.utils._pytree import tree_iter
 from tests.dry_run.memory_ledger import MemoryLedger, byte_range, is_on_gpu, storage_key
 from tests.dry_run.orderings import OrderingCheck
 from tests.dry_run.streams import Runtime, Stream, Worker
-from tests.dry_run.triton_kernels import pointer_use
 
 _aten: Any = torch.ops.aten
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 """Operations that allocate memory without writing it."""
+_WRITTEN = {
+    "_activation_kernel": {"hidden_ptr"},
+    "_activation_backward_kernel": {"dhidden_ptr", "gate_ptr", "up_ptr"},
+    "_cross_entropy_kernel": {"logits_ptr", "losses_ptr"},
+    "_merge_kernel": {"lse_ptr", "o_ptr"},
+    "_norm_kernel": {"x_ptr", "y_ptr"},
+    "_norm_backward_kernel": {"dbias_ptr", "dweight_ptr", "dx_ptr"},
+    "_turn_kernel": {"y_ptr"},
+}
+"""Parameters through which each Triton kernel writes; it reads through all others."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,11 +69,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kernel: A ``triton.jit`` function.
             arguments: Arguments by name of the parameter.
         """
-        use = pointer_use(kernel)
+        written = _WRITTEN[kernel.__name__]
+        tensors = {name: x for name, x in arguments.items() if is_on_gpu(x)}
         self.work(
             kernel.__name__,
-            reads=[x for name, x in arguments.items() if is_on_gpu(x) and name in use.reads],
-            writes=[x for name, x in arguments.items() if is_on_gpu(x) and name in use.writes],
+            reads=[x for name, x in tensors.items() if name not in written],
+            writes=[x for name, x in tensors.items() if name in written],
         )
 
     def work(self, what: str, *, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 
 from sppo.optim.host_adamw import HostAdamW
-from tests.dry_run.cases import CASES, planned, small_run
+from tests.dry_run.cases import CASES, planned
 from tests.dry_run.orderings import OrderingCheck
-from tests.dry_run.streams import Wait, Worker
+from tests.dry_run.streams import Wait
 from tests.dry_run.traced_step import trace_step
 from tests.tiers import default_of
 
@@ -92,79 +92,3 @@ def test_a_lost_wait_of_each_kind_is_found(kind):
 def is_implied(wait: Wait, name: str) -> bool:
     found = (name, wait.worker, wait.awaited)
     return any(all(map(fnmatchcase, found, patterns)) for patterns in IMPLIED)
-
-
-class TestOrderingCheck:
-    def setup_method(self):
-        self.check, self.one, self.two = OrderingCheck(), Worker("one"), Worker("two")
-
-    def touch(self, worker, begin=0, end=4, *, writes=False, key=7):
-        self.check.touch(
-            key, (begin, end), worker=worker, work=worker.work(), writes=writes, what="work"
-        )
-
-    @property
-    def found(self):
-        return self.check.unordered.total()
-
-    def test_reads_need_no_order(self):
-        self.touch(self.one)
-        self.touch(self.two)
-        assert self.found == 0
-
-    @pytest.mark.parametrize("writer", [0, 1])
-    def test_a_write_needs_one(self, writer):
-        for index, worker in enumerate((self.one, self.two)):
-            self.touch(worker, writes=index == writer)
-        assert self.found == 1
-
-    def test_other_bytes_and_other_memory_need_none(self):
-        self.touch(self.one, 0, 4, writes=True)
-        self.touch(self.two, 4, 8, writes=True)
-        self.touch(self.two, 0, 4, writes=True, key=8)
-        assert self.found == 0
-
-    def test_what_was_learnt_is_ordered_and_what_came_after_is_not(self):
-        self.touch(self.one, writes=True)
-        self.two.learn(self.one.clock)
-        self.touch(self.two)
-        assert self.found == 0
-        self.touch(self.one, writes=True)
-        assert self.found == 1
-
-    def test_an_access_is_not_forgotten_for_a_later_one_elsewhere(self):
-        self.touch(self.one, 0, 8, writes=True)
-        self.touch(self.one, 0, 4, writes=True)
-        self.touch(self.two, 4, 8)
-        assert self.found == 1
-
-    @pytest.mark.parametrize("waits", [False, True])
-    def test_memory_is_handed_out_behind_what_its_stream_still_does(self, waits):
-        self.touch(self.one)
-        self.check.handed_out(8, 4, self.one)
-        if waits:
-            self.two.learn(self.one.clock)
-        self.touch(self.two, writes=True, key=8)
-        assert self.found == (not waits)
-
-    def test_freed_memory_is_written_next(self):
-        self.touch(self.two)
-        self.check.freed(7, self.one)
-        assert self.found == 1
-
-    def test_memory_that_is_used_again_begins_anew(self):
-        self.touch(self.one, writes=True)
-        self.check.freed(7, self.one)
-        self.touch(self.two, writes=True)
-        assert self.found == 0
-
-
-@pytest.mark.exhaustive
-def test_plans_of_several_kinds_are_meant():
-    """The cases do what their names say."""
-    assert planned("to the host")[1].activation_tier == "host"
-    assert planned("to a disk")[1].activation_tier == "disk"
-    assert planned("multiplexed")[1].schedule == "sppo_msp"
-    assert small_run().activations.policy == "keep_attention"
-    step, _ = trace("optimizer on the host")
-    assert sum(step.waits.values()) > 10 * len(step.waits)  # of every bucket's copies

@@ -13,7 +13,7 @@ from sppo.cost.layer import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.attention.choice import CAPABILITIES
 from sppo.units import MIB
-from tests.dry_run.cases import plan_for_gpu, planned
+from tests.dry_run.cases import CASES, plan_for_gpu, planned
 from tests.dry_run.traced_step import trace_step
 from tests.planning.cases import run_config
 from tests.tiers import default_of, each_once, exhaustive
@@ -83,37 +83,13 @@ def test_fp32_holds_what_is_planned():
 
 
 LAYOUTS = {
-    "multiplexed": {
-        "activations": {"policy": "offload_all"},
-        "parallel": {"pipeline_parallel_degree": 2, "schedule": "sppo_msp"},
-    },
-    "multiplexed, looped": {
-        "activations": {"policy": "offload_all"},
-        "parallel": {
-            "pipeline_parallel_degree": 2,
-            "schedule": "sppo_msp",
-            "virtual_stages": 2,
-        },
-    },
-    "pipeline": {
-        "activations": {"policy": "keep_attention"},
-        "parallel": {"pipeline_parallel_degree": 2, "schedule": "sppo"},
-    },
-    "pipeline, offloaded": {
-        "activations": {"policy": "offload_all"},
-        "parallel": {"pipeline_parallel_degree": 2, "schedule": "sppo"},
-    },
-    "deferred weight halves": {
-        "activations": {"policy": "sppo"},
-        "train": {"sequences_per_step": 2},
-        "parallel": {"pipeline_parallel_degree": 2, "schedule": "seq_zb_h1"},
-    },
-    "ulysses": {"parallel": {"sequence_parallel_degree": 4}},
-    "megatron": {"parallel": {"sequence_parallel_degree": 4, "sequence_parallel": "megatron"}},
-    "zero 3": {
-        "train": {"sequences_per_step": 2},
-        "parallel": {"data_parallel_degree": 2, "zero": 3},
-    },
+    name: CASES[name]
+    for name in (
+        *("multiplexed", "multiplexed, looped", "pipeline", "deferred weight halves"),
+        *("ulysses", "megatron", "zero 3"),
+    )
+} | {
+    "pipeline, offloaded": {**CASES["pipeline"], "activations": {"policy": "offload_all"}},
     "one long subsequence": {"sequence": {"num_subsequences": 1, "length": 65536}},
 }
 
@@ -132,7 +108,7 @@ def test_no_bucket_of_a_layout_holds_more_than_planned(name, preset):
             "sequence": {"num_subsequences": 4},
             "activations": {"policy": "keep_attention"},
             "hardware": {"preset": preset},
-            **sections,
+            **{section: keys for section, keys in sections.items() if section != "model"},
             "parallel": degrees,
         },
     )

@@ -100,8 +100,7 @@ def estimates(draw: st.DrawFn, directory: Path) -> None:
 def _program() -> str:
     from sppo.schedule.program import generate
 
-    schedule = generate("seq1f1b", num_ranks=2, lengths=[[4, 4], [4, 4]])
-    return format_program(schedule)
+    return format_program(generate("seq1f1b", num_ranks=2, lengths=[[4, 4], [4, 4]]))
 
 
 def programs(draw: st.DrawFn, directory: Path) -> None:

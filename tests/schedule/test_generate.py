@@ -57,12 +57,6 @@ def test_peak_in_flight_of_seq1f1b(p, m, n):
     assert in_flight(play(schedule)) == [min(m * n, p - r - 1 + n) for r in range(p)]
 
 
-def test_warm_up_of_seq1f1b():
-    schedule = make("seq1f1b", p=3, n=2, m=4)
-    assert order(schedule, 0)[:4] == ["0F0.0", "0F0.1", "0F1.0", "0F1.1"]
-    assert order(schedule, 0)[4] == "0B0.1"
-
-
 def test_a_long_sequence_holds_no_more_once_it_is_through():
     """After 4 subsequences come single ones, of which as many are held as under plain 1F1B."""
     schedule = generate("seq1f1b", num_ranks=2, lengths=[(8,) * 4, *[(8,)] * 4])
@@ -134,15 +128,8 @@ def test_sppo_on_one_rank_runs_sequence_after_sequence():
 def test_the_looped_order_ends_one_stage_before_it_begins_the_next():
     schedule = make("looped_bfs", p=2, v=2, n=2, m=1)
     assert order(schedule, 0) == [
-        "0F0.0",
-        "0F0.1",
-        "2F0.0",
-        "2F0.1",
-        "2B0.1",
-        "2B0.0",
-        "0B0.1",
-        "0B0.0",
-    ]
+        "0F0.0", "0F0.1", "2F0.0", "2F0.1", "2B0.1", "2B0.0", "0B0.1", "0B0.0",
+    ]  # fmt: skip
     assert order(schedule, 1, "F") == ["1F0.0", "1F0.1", "3F0.0", "3F0.1"]
 
 
