@@ -8,7 +8,8 @@ tokens that is sent, or that stays on the rank, is a view that holds the whole t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 
 from sppo.schedule.actions import Action, ActionKind, UnitKey, Wire
 from sppo.schedule.msp_groups import Route
@@ -30,106 +31,82 @@ class _Tensor:
         self.tokens, self.holders = tokens, holders
 
 
-class MessagesHeld:
-    """Tokens of the messages that one rank holds, action by action.
+def tokens_held(schedule: Schedule, *, rank: int) -> Iterator[tuple[int, int]]:
+    """Yield the tokens of messages that a rank holds during each of its F and B, in order.
+
+    An action joins the intervals of its input, if there are several. The input of a forward becomes
+    a saved tensor or part of the working set, and is not counted, unless it is a view: then the
+    rest of the whole tensor counts. The input of a backward counts until the action ends.
 
     Args:
         schedule: Program of a step, with messages.
         rank: Pipeline rank.
+
+    Yields:
+        Tokens of all tensors, and of those that become free as soon as the action has read its
+        input.
     """
-
-    def __init__(self, schedule: Schedule, *, rank: int) -> None:
-        self._schedule, self._rank = schedule, rank
-        self._inputs: dict[_Input, list[_Tensor]] = {}
-        self._outgoing: dict[tuple[_Input, int], _Tensor] = {}
-        self._sent: dict[int, deque[_Tensor]] = {}
-        self._taken: _Tensor | None = None
-        self._counted_elsewhere = 0
-        self.tokens = 0
-        """Tokens of all tensors held."""
-
-    def send(self, action: Action) -> None:
-        """Count a SEND: the oldest message to the receiver is forgotten if there are too many."""
-        assert action.wire is not None, "a message carries something"
-        step = 1 if action.wire == "act" else -1
-        key: _Input = (action.wire, action.stage + step, action.unit)
-        tensor = self._outgoing.pop((key, action.shard))
-        sent = self._sent.setdefault(self._routes_of(key)[action.shard].receiver, deque())
-        while len(sent) >= MOST_SENDS:
-            self._drop(sent.popleft())
-        sent.append(tensor)
-
-    def receive(self, action: Action) -> None:
-        """Count a RECV, which allocates the tensor."""
-        assert action.wire is not None, "a message carries something"
-        key: _Input = (action.wire, action.stage, action.unit)
-        route = self._routes_of(key)[action.shard]
-        tensor = _Tensor(route.end - route.begin)
-        self._inputs.setdefault(key, []).append(tensor)
-        self.tokens += tensor.tokens
-
-    def begin(self, action: Action) -> None:
-        """Begin an F or B, which takes its input; intervals that are joined are freed.
-
-        The input of a forward becomes a saved tensor or part of the working set, and is not counted
-        any more, unless it is a view: then the rest of the whole tensor counts. The input of a
-        backward counts until the action ends.
-        """
+    held = 0
+    inputs: dict[_Input, list[_Tensor]] = defaultdict(list)
+    outgoing: dict[tuple[_Input, int], _Tensor] = {}
+    sent: dict[int, deque[_Tensor]] = defaultdict(deque)
+    for action in schedule.programs[rank]:
         is_forward = action.kind is ActionKind.F
-        key: _Input = ("act" if is_forward else "grad", action.stage, action.unit)
-        tensors = self._inputs.pop(key, [])
-        if not tensors:
-            return
-        tokens = sum(r.end - r.begin for r in self._routes_of(key) if r.receiver == self._rank)
-        if len(tensors) > 1:
-            for tensor in tensors:
-                self._drop(tensor)
-            tensors = [_Tensor(tokens)]
-            self.tokens += tokens
-        (taken,) = tensors
-        self._taken, self._counted_elsewhere = taken, tokens * is_forward
-        self.tokens -= self._counted_elsewhere
+        if action.kind is ActionKind.SEND:
+            key = _result(action, is_act=action.wire == "act")
+            under_way = sent[_routes(schedule, key)[action.shard].receiver]
+            if len(under_way) == MOST_SENDS:
+                held -= _dropped([under_way.popleft()])
+            under_way.append(outgoing.pop((key, action.shard)))
+        elif action.kind is ActionKind.RECV:
+            assert action.wire is not None, "a message carries something"
+            key = action.wire, action.stage, action.unit
+            route = _routes(schedule, key)[action.shard]
+            inputs[key].append(_Tensor(route.end - route.begin))
+            held += route.end - route.begin
+        elif is_forward or action.kind is ActionKind.B:
+            key = "act" if is_forward else "grad", action.stage, action.unit
+            taken = inputs.pop(key, [])
+            own = [route for route in _routes(schedule, key) if route.receiver == rank]
+            tokens = sum(route.end - route.begin for route in own)
+            if len(taken) > 1:
+                held += tokens - _dropped(taken)
+                taken = [_Tensor(tokens)]
+            elsewhere = tokens * is_forward * len(taken)
+            freed = sum(tensor.tokens for tensor in taken if tensor.holders == 1)
+            yield held - elsewhere, freed
+            held -= _dropped(taken)
+            key = _result(action, is_act=is_forward)
+            routes = [(n, r) for n, r in enumerate(_routes(schedule, key)) if r.sender == rank]
+            tensor = _Tensor(sum(r.end - r.begin for _, r in routes), holders=len(routes))
+            held += tensor.tokens
+            for number, route in routes:
+                if route.receiver == rank:
+                    inputs[key].append(tensor)
+                else:
+                    outgoing[key, number] = tensor
 
-    @property
-    def freed_tokens(self) -> int:
-        """Tokens that become free as soon as nothing reads the input of the running action."""
-        taken = self._taken
-        if taken is None or taken.holders > 1:
-            return 0
-        return taken.tokens - self._counted_elsewhere
 
-    def end(self, action: Action, *, tokens: int) -> None:
-        """End an F or B: free its input, and hold its output for the stages that read it.
-
-        Args:
-            action: Action that ends.
-            tokens: Tokens of its output.
-        """
-        if self._taken is not None:
-            self.tokens += self._counted_elsewhere
-            self._drop(self._taken)
-            self._taken = None
-        is_forward = action.kind is ActionKind.F
-        consumer = action.stage + (1 if is_forward else -1)
-        key: _Input = ("act" if is_forward else "grad", consumer, action.unit)
-        own = [(n, r) for n, r in enumerate(self._routes_of(key)) if r.sender == self._rank]
-        if not own:
-            return
-        tensor = _Tensor(tokens, holders=len(own))
-        self.tokens += tokens
-        for number, route in own:
-            if route.receiver == self._rank:
-                self._inputs.setdefault(key, []).append(tensor)
-            else:
-                self._outgoing[key, number] = tensor
-
-    def _drop(self, tensor: _Tensor) -> None:
+def _dropped(tensors: Iterable[_Tensor]) -> int:
+    """Drop an interval of each tensor; return the tokens of those that nothing holds any more."""
+    freed = 0
+    for tensor in tensors:
         tensor.holders -= 1
-        if not tensor.holders:
-            self.tokens -= tensor.tokens
+        freed += 0 if tensor.holders else tensor.tokens
+    return freed
 
-    def _routes_of(self, key: _Input) -> tuple[Route, ...]:
-        """Return the routes of an input; () at the ends of the model."""
-        wire, consumer, unit = key
-        producer = consumer - (1 if wire == "act" else -1)
-        return self._schedule.routes(wire, producer=producer, unit=unit)
+
+def _result(action: Action, *, is_act: bool) -> _Input:
+    """Return the input of another stage that an action makes or sends."""
+    return (
+        ("act", action.stage + 1, action.unit)
+        if is_act
+        else ("grad", action.stage - 1, action.unit)
+    )
+
+
+def _routes(schedule: Schedule, key: _Input) -> tuple[Route, ...]:
+    """Return the routes of an input; () at the ends of the model."""
+    wire, consumer, unit = key
+    producer = consumer - (1 if wire == "act" else -1)
+    return schedule.routes(wire, producer=producer, unit=unit)

@@ -22,40 +22,37 @@ from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 
-def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Table:
+def computing_bytes(
+    candidate: Candidate, placement: ActivationPlacement, *, beside_messages: bool = False
+) -> Table:
     """Return the working sets of all forwards, and of all backwards, in bytes, [2, stages, N].
 
     On a GPU they include the tensors that backward joins from parts.
-    """
-    firsts, kinds = kinds_of_stages(candidate, placement)
-    computing = [_computing_of_stage(candidate, placement, stage=stage) for stage in firsts]
-    return np.array(computing)[kinds].swapaxes(0, 1)
-
-
-def _computing_of_stage(
-    candidate: Candidate, placement: ActivationPlacement, *, stage: int
-) -> tuple[Table, Table]:
-    """Return the working sets of one stage's forwards and backwards, [N] each."""
-    layers = len(candidate.stages[stage])
-    forward, backward = whole_unit_bytes(candidate, placement, stage=stage, layers=layers)
-    if candidate.workload.hardware.device.kind == "cuda":
-        backward = _with_joined(backward, candidate, placement, stage=stage)
-    return forward, backward
-
-
-def whole_unit_bytes(
-    candidate: Candidate, placement: ActivationPlacement, *, stage: int, layers: int
-) -> tuple[Table, Table]:
-    """Return the working sets of a stage's forwards and backwards, without joined tensors, [N].
 
     Args:
         candidate: Candidate to price.
         placement: Placement of the candidate's activations.
-        stage: Stage of the units.
-        layers: Layers of the stage that count. If no more than share an input, the gradient of the
-            stage's output is not included: the first layer of a backward reads it, and a later
-            layer reads another in its place.
+        beside_messages: Whether messages and joined tensors are counted one by one: then neither
+            joined tensors nor the gradient of a stage's output are included. If no more layers
+            count than share an input, it is not: the first layer of a backward reads it, and a
+            later layer reads another in its place.
     """
+    firsts, kinds = kinds_of_stages(candidate, placement)
+    computing = []
+    for stage in firsts:
+        layers = len(candidate.stages[stage])
+        counted = min(layers, candidate.input_every) if beside_messages else layers
+        forward, backward = _of_stage(candidate, placement, stage=stage, layers=counted)
+        if candidate.workload.hardware.device.kind == "cuda" and not beside_messages:
+            backward = _with_joined(backward, candidate, placement, stage=stage)
+        computing.append((forward, backward))
+    return np.array(computing)[kinds].swapaxes(0, 1)
+
+
+def _of_stage(
+    candidate: Candidate, placement: ActivationPlacement, *, stage: int, layers: int
+) -> tuple[Table, Table]:
+    """Return the working sets of a stage's forwards and backwards, [N] each, if `layers` count."""
     tokens = np.array(candidate.lengths)
     recomputed = placement.recomputed[stage] > 0
     retained = placement.retained[stage] == tokens[:, None]

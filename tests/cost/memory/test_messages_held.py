@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 import torch
 
-from sppo.cost.memory.messages_held import MOST_SENDS, MessagesHeld
+from sppo.cost.memory.messages_held import MOST_SENDS, tokens_held
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import ActionKind
@@ -84,32 +84,29 @@ def test_as_many_tokens_as_the_buffers_hold(schedule, ranks, virtual):
         buffers = StageBuffers(
             made, rank=rank, p2p=links, local=lambda _, end: end, message=(1, torch.float32)
         )
-        held = MessagesHeld(made, rank=rank)
+        tokens = tokens_held(made, rank=rank)
         for action in made.programs[rank]:
             if action.kind is ActionKind.SEND:
                 buffers.send(action)
-                held.send(action)
             elif action.kind is ActionKind.RECV:
                 buffers.receive(action)
-                held.receive(action)
             if action.kind not in (ActionKind.F, ActionKind.B):
                 continue
-            tokens, first = LENGTHS[action.unit[1]], 0
+            own, first = LENGTHS[action.unit[1]], 0
             if action.num_shards > 1:
                 shards = made.msp_groups[made.slot(action.stage, action.unit)].lengths
-                tokens, first = shards[action.shard], sum(shards[: action.shard])
+                own, first = shards[action.shard], sum(shards[: action.shard])
             buffers.await_input(action)
             taken = buffers.take(action)
-            held.begin(action)
-            counted = 0 if taken is None or action.kind is ActionKind.B else tokens
-            assert held.tokens + counted == tokens_in(buffers, links, taken), str(action)
-            most = max(most, held.tokens)
+            held, _ = next(tokens)
+            counted = 0 if taken is None or action.kind is ActionKind.B else own
+            assert held + counted == tokens_in(buffers, links, taken), str(action)
+            most = max(most, held)
             del taken
-            held.end(action, tokens=tokens)
             reads = made.num_stages - 1 if action.kind is ActionKind.F else 0
             if action.stage != reads:
                 wire = "act" if action.kind is ActionKind.F else "grad"
-                buffers.put(wire, action, torch.empty(tokens, 1), first=first)
+                buffers.put(wire, action, torch.empty(own, 1), first=first)
     assert most > 0
 
 
