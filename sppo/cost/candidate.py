@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,9 +184,10 @@ class Candidate:
         """Return the stages of a pipeline rank, in the order of their layers."""
         return range(rank, self.num_stages, self.pipeline_parallel_degree)
 
-    def by_rank(self, of_stages: Table) -> Table:
+    def by_rank(self, of_stages: Table | Counts) -> Table:
         """Return a view of values of stages, [stages, ...], as [virtual stages, ranks, ...]."""
-        return of_stages.reshape(-1, self.pipeline_parallel_degree, *of_stages.shape[1:])
+        by_rank: NDArray[Any] = of_stages
+        return by_rank.reshape(-1, self.pipeline_parallel_degree, *of_stages.shape[1:])
 
     @property
     def kv_of_stages(self) -> tuple[KVPlacement, ...]:
@@ -230,7 +231,7 @@ class Candidate:
         return stage == self.num_stages - 1
 
 
-def of_ranks(candidate: Candidate, of_stages: Table) -> Table:
+def of_ranks(candidate: Candidate, of_stages: Table | Counts) -> Table:
     """Return the sum of values over the stages of each pipeline rank, [ranks, ...].
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.sharding.heads import tensor_shard
@@ -24,15 +23,6 @@ _ALL_TO_ALL_PEER = 0.7
 """Memory of each peer of an all-to-all in the same node, as a fraction of a communicator that
 exchanges messages with neighbours only: 0.47 of 0.69 GB, on eight H100
 (https://github.com/NVIDIA/nccl/issues/1685). Peers of other nodes share few channels."""
-
-
-class CommunicatorCount(NamedTuple):
-    """Number of communicators of a rank."""
-
-    full: int
-    """Communicators with as many thread blocks as NCCL chooses."""
-    limited: int
-    """Communicators with at most `OVERLAP_MAX_CTAS` thread blocks, in streams of high priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +60,8 @@ def count_communicators(
     width: int,
     key_copies: int | None,
     position: int,
-) -> CommunicatorCount:
-    """Return the number of communicators that :class:`sppo.parallel.mesh.Mesh` makes on a rank.
+) -> tuple[int, int]:
+    """Return the numbers of communicators that :class:`sppo.parallel.mesh.Mesh` makes on a rank.
 
     Args:
         use: Features of the run.
@@ -81,6 +71,10 @@ def count_communicators(
         key_copies: Ranks of a sequence-parallel group with the same key/value heads, if it shards
             weights; None if it does not.
         position: Position of the rank in its pipeline.
+
+    Returns:
+        Communicators with as many thread blocks as NCCL chooses; and those with at most
+        `OVERLAP_MAX_CTAS`, in streams of high priority.
     """
     last = pipeline_ranks - 1
     edges = (position > 0) + (position < last)
@@ -94,7 +88,7 @@ def count_communicators(
         use.ties_ends and last > 0 and position in (0, last)
     )
     limited += (stage + block + keys) * use.gathers_weights
-    return CommunicatorCount(stage + block + (width > 1) + ranges, limited)
+    return stage + block + (width > 1) + ranges, limited
 
 
 def communicators_bytes(
@@ -112,7 +106,7 @@ def communicators_bytes(
         return 0
     workload, width = candidate.workload, candidate.workload.sequence_parallel_degree
     shards_weights = workload.sequence_parallel == "megatron" and width > 1
-    count = count_communicators(
+    full, limited = count_communicators(
         CommunicatorUse.of(candidate, ranges=ranges),
         replicas=candidate.data_parallel_degree,
         pipeline_ranks=candidate.pipeline_parallel_degree,
@@ -122,5 +116,5 @@ def communicators_bytes(
     )
     peers = min(width, workload.hardware.node.num_devices) - 1
     exchanges = max(0.0, _ALL_TO_ALL_PEER * peers - 1)
-    full = count.full + exchanges * (not shards_weights)
-    return round(each * (full + count.limited * OVERLAP_MAX_CTAS / _MOST_CTAS))
+    whole = full + exchanges * (not shards_weights)
+    return round(each * (whole + limited * OVERLAP_MAX_CTAS / _MOST_CTAS))

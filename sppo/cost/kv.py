@@ -35,9 +35,8 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
 
 def kv_tokens(candidate: Candidate) -> tuple[Table, Table]:
     """Return the bytes of K and V, and of their gradients, of a token on each stage, [stages]."""
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    return layers * kv_bytes, layers * gradient_bytes
+    return candidate.layer_counts * kv_bytes, candidate.layer_counts * gradient_bytes
 
 
 def kv_offload_bytes(candidate: Candidate) -> Table:
@@ -90,19 +89,7 @@ def kv_tier_bytes(candidate: Candidate) -> Counts:
     return whole
 
 
-def offloaded_kv_bytes(candidate: Candidate) -> int:
-    """Return the bytes in the next tier of K and V of all sequences, on the rank with the most."""
-    stages = kv_tier_bytes(candidate)
-    ranks = [candidate.stages_of_rank(rank) for rank in range(candidate.pipeline_parallel_degree)]
-    return candidate.sequences * max(int(stages[list(own)].sum()) for own in ranks)
-
-
 def _layers(candidate: Candidate, placement: KVPlacement) -> Counts:
     """Return the layers of each stage whose K and V have `placement`, 0 for others, [stages]."""
-    return np.array(
-        [
-            len(layers) * (kv == placement)
-            for layers, kv in zip(candidate.stages, candidate.kv_of_stages, strict=True)
-        ],
-        dtype=np.int64,
-    )
+    is_placed = [kv == placement for kv in candidate.kv_of_stages]
+    return candidate.layer_counts.astype(np.int64) * is_placed

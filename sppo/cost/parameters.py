@@ -52,39 +52,37 @@ def outer_parameters(model: ModelConfig) -> tuple[int, int]:
     return before, behind
 
 
-def outer_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return the shapes of parameters outside layers: embedding, positions, final norm, head."""
-    shapes: dict[str, Shape] = {"embed.weight": (model.vocab_size, model.hidden_size)}
-    if model.position == "learned":
-        assert model.max_positions is not None, "ModelConfig checks this"
-        shapes["positions.weight"] = (model.max_positions, model.hidden_size)
-    shapes |= _norm("final_norm", model)
-    if not model.tie_embeddings:
-        shapes["head.weight"] = (model.vocab_size, model.hidden_size)
-    return shapes
-
-
 def outer_parts(model: ModelConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Return the shapes of parameters used before the layers, and of those used after.
 
-    A tied embedding is in both.
+    They are embedding and learned positions, and the final norm and the head. A tied embedding is
+    in both.
     """
-    outer = outer_shapes(model)
-    before = {name: outer[name] for name in outer if _owner(name) in ("embed", "positions")}
+    vocabulary = (model.vocab_size, model.hidden_size)
+    before: dict[str, Shape] = {"embed.weight": vocabulary}
+    if model.position == "learned":
+        assert model.max_positions is not None, "ModelConfig checks this"
+        before["positions.weight"] = (model.max_positions, model.hidden_size)
     head = "embed.weight" if model.tie_embeddings else "head.weight"
-    behind = {name: outer[name] for name in outer if _owner(name) == "final_norm"}
-    return before, {**behind, head: outer[head]}
+    return before, _norm("final_norm", model) | {head: vocabulary}
+
+
+def outer_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of parameters outside layers: embedding, positions, final norm, head."""
+    before, behind = outer_parts(model)
+    return before | behind
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of all parameters by global name: embedding, layers, final norm, head."""
-    outer = outer_shapes(model)
-    before = ("embed.weight", "positions.weight")
-    shapes = {name: shape for name, shape in outer.items() if name in before}
-    layer = layer_shapes(model)
+    shapes, behind = outer_parts(model)
     for index in range(model.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes | {name: shape for name, shape in outer.items() if name not in before}
+        shapes |= _of_layer(model, index)
+    return shapes | behind
+
+
+def _of_layer(model: ModelConfig, index: int) -> dict[str, Shape]:
+    return {f"layers.{index}.{name}": shape for name, shape in layer_shapes(model).items()}
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -117,14 +115,9 @@ def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
     The first stage has the embedding, the last one the final norm and the head. If embedding and
     head are tied, both stages have `embed.weight`, and its gradients must be added up.
     """
-    first, last = layers.start == 0, layers.stop == model.num_layers
-    held = {f"layers.{index}" for index in layers}
-    held |= {"embed", "positions"} if first else set()
-    held |= {"final_norm", "embed" if model.tie_embeddings else "head"} if last else set()
-    return {name: shape for name, shape in parameter_shapes(model).items() if _owner(name) in held}
-
-
-def _owner(name: str) -> str:
-    """Return the model part that a parameter belongs to: `layers.7`, `embed`, `final_norm`."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+    before, behind = outer_parts(model)
+    held = before if layers.start == 0 else {}
+    for index in layers:
+        held |= _of_layer(model, index)
+    held |= behind if layers.stop == model.num_layers else {}
+    return {name: shape for name, shape in parameter_shapes(model).items() if name in held}

@@ -7,7 +7,7 @@ messages in different orders; copies would wait for messages, too.
 
 from __future__ import annotations
 
-from sppo.cost.communicators import CommunicatorCount, CommunicatorUse, count_communicators
+from sppo.cost.communicators import CommunicatorUse, count_communicators
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
 
 POOL_STREAMS = 32
@@ -19,9 +19,12 @@ _COPIES = 2
 
 def count_streams(
     shape: MeshShape, at: Coordinates, use: CommunicatorUse, *, num_lanes: int = 0
-) -> CommunicatorCount:
-    """Return the number of streams of the rank at ``at``: one per communicator and copy stream."""
-    count = count_communicators(
+) -> tuple[int, int]:
+    """Return the streams of normal and of high priority of the rank at ``at``.
+
+    There is one per communicator and copy stream.
+    """
+    full, limited = count_communicators(
         use,
         replicas=shape.data_parallel,
         pipeline_ranks=shape.pipeline_parallel,
@@ -29,7 +32,7 @@ def count_streams(
         key_copies=shape.key_copies,
         position=at.pipeline,
     )
-    return count._replace(full=count.full + _COPIES * num_lanes)
+    return full + _COPIES * num_lanes, limited
 
 
 def check_streams(shape: MeshShape, use: CommunicatorUse, *, num_lanes: int = 0) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from sppo.config.run import RunConfig
-from sppo.cost.candidate import Candidate
-from sppo.cost.kv import offloaded_kv_bytes
+from sppo.cost.candidate import Candidate, of_ranks
+from sppo.cost.kv import kv_tier_bytes
 from sppo.cost.memory.stage_memory import (
     IN_FRONT_OF_DISK,
     OFFLOADED,
@@ -78,7 +78,8 @@ def tier_too_small(
     asked, state = run.activations, dict(buckets)
     copied, staged = state.pop(SAVED_IN_BACKGROUND, 0), state.pop(IN_FRONT_OF_DISK, 0)
     offloaded = state.pop(OFFLOADED, 0)
-    kv = min(offloaded, offloaded_kv_bytes(candidate))
+    most_kv = candidate.sequences * int(of_ranks(candidate, kv_tier_bytes(candidate)).max())
+    kv = min(offloaded, most_kv)
     stored = (
         (
             offloaded - kv,

@@ -12,7 +12,7 @@ import torch
 
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.communicators import CommunicatorCount, CommunicatorUse
+from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import pipeline_links
 from sppo.hardware.presets import PRESETS
@@ -196,7 +196,7 @@ def test_a_communicator_has_a_stream(groups, case):
     groups(shape, device=GPU, **asdict(use))
     for rank in range(shape.num_ranks):
         high = sum(options is not None for options in overlap_options[rank])
-        made = CommunicatorCount(len(overlap_options[rank]) - high, high)
+        made = len(overlap_options[rank]) - high, high
         assert count_streams(shape, shape.coordinates(rank), use) == made
 
 
@@ -209,7 +209,7 @@ def test_more_streams_than_torch_has_are_refused():
     with pytest.raises(ValueError, match=refused):
         check_streams(MeshShape(1, 32, 1), from_the_first(32), num_lanes=1)
     copies = count_streams(MeshShape(), Coordinates(0, 0, 0), CommunicatorUse(), num_lanes=2)
-    assert copies == CommunicatorCount(4, 0)
+    assert copies == (4, 0)
 
 
 def test_planned_ranges_have_streams():

@@ -6,7 +6,6 @@ The rules are those of :mod:`sppo.kernels.attention.blocks`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
@@ -34,30 +33,20 @@ class BlockKind(Enum):
     BAND = auto()
 
 
-@dataclass(frozen=True, slots=True)
 class Block:
     """Block of the attention matrix of a subsequence."""
 
-    s: TensorSizes
-    name: str
-    kind: BlockKind
-    rows: int
-    keys: int
-
-    @property
-    def is_full(self) -> bool:
-        """True if every query sees every key."""
-        return self.kind is BlockKind.FULL
-
-    @property
-    def is_part(self) -> bool:
+    def __init__(self, s: TensorSizes, name: str, kind: BlockKind, rows: int, keys: int) -> None:
+        self.s, self.name, self.kind, self.rows, self.keys = s, name, kind, rows, keys
+        self.is_full = kind is BlockKind.FULL
+        self.is_part = self.is_full and rows < s.rows
         """True for a rectangle of some of the rows, which are put together by key head."""
-        return self.is_full and self.rows < self.s.rows
-
-    @property
-    def mask_elements(self) -> int:
+        self.folded_rows = rows * s.group if self.is_full else rows
+        """Rows of the call of a kernel for each key head."""
+        self.key_heads = s.key_heads if self.is_full else s.heads
+        """Key heads of the call."""
+        self.mask_elements = rows * keys * (kind is BlockKind.BAND)
         """Elements of the mask of a band; 0 for the other kinds."""
-        return self.rows * self.keys * (self.kind is BlockKind.BAND)
 
     def row_bytes(self, element_bytes: int) -> int:
         """Return the bytes of q, o, or the gradient of one of them, for the rows of the block."""
@@ -65,9 +54,8 @@ class Block:
 
     def key_bytes(self, element_bytes: int, *, keys: int | None = None) -> int:
         """Return the bytes of k, v, or a gradient of one of them, for all keys or some of them."""
-        heads = self.s.key_heads if self.is_full else self.s.heads
         count = self.keys if keys is None else keys
-        return self.s.pooled(count * heads * self.s.model.head_dim * element_bytes)
+        return self.s.pooled(count * self.key_heads * self.s.model.head_dim * element_bytes)
 
 
 def largest_blocks(s: TensorSizes) -> Iterator[Block]:

@@ -36,7 +36,7 @@ def attention_forward(s: TensorSizes) -> Iterator[LiveSet]:
     # Queries by head, the running output and its lse.
     base = s.query_bytes + s.fp32_query_bytes + s.lse_bytes
     for block in largest_blocks(s):
-        folded = _folded_rows(block)
+        folded = block.folded_rows
         output = block.row_bytes(s.element_bytes) + s.lse_bytes_of(block.rows)
         held = base + output + _gathered_bytes(block, tensors=1) + _mask_bytes(block)
         scratch = flash_bytes(s, folded, block.keys, buffers=1) + flash_output_bytes(s, folded)
@@ -91,7 +91,7 @@ def _block_backward(block: Block, *, is_cast: bool) -> Iterator[LiveSet]:
     of_rows, of_keys = block.row_bytes(element_bytes), 2 * block.key_bytes(element_bytes, keys=keys)
     parts = _key_parts(block)
     held = _operand_bytes(block, is_cast=is_cast) + parts * of_rows + of_keys
-    scratch = partial(flash_bytes, s, _folded_rows(block), buffers=2, is_cast=is_cast)
+    scratch = partial(flash_bytes, s, block.folded_rows, buffers=2, is_cast=is_cast)
     compute = s.threads * _FLASH_COMPUTE_BYTES * in_half
     # For several heads, the kernel allocates the product of o and do.
     has_product = parts > 1 or (s.key_heads if block.is_full else s.group) > 1
@@ -161,7 +161,3 @@ def _key_parts(block: Block) -> int:
     threads = block.s.threads
     wanted = threads // gcd(block.s.key_heads, threads)
     return max(1, min(wanted, block.keys // LEAST_PART_KEYS))
-
-
-def _folded_rows(block: Block) -> int:
-    return block.rows * block.s.group if block.is_full else block.rows

@@ -51,7 +51,7 @@ def working_sets(
         defers: Whether weight halves of backwards are deferred.
         shard: Sizes of the MSP shard that the tokens are; None for a whole subsequence.
     """
-    sizes = TensorSizes(workload, tokens, prefix, retained, defers)
+    sizes = TensorSizes(workload, tokens, prefix, retained, defers=defers)
     forward = layer_forward(sizes, recomputed=recomputed)
     backward = layer_backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
     if shard is not None:
