@@ -83,7 +83,7 @@ def what_would_fit(run: RunConfig, *, machine_of: MachineOf) -> tuple[Change, ..
 def _fitting(requests: Iterable[_Request]) -> Iterator[Change]:
     """Yield the changes of those requests that fit."""
     for text, run, hardware in requests:
-        best = quick_best(run, hardware)
+        best = quick_best(run, hardware) if fits_at_all(run, hardware) else None
         if best is not None:
             effect = f"{format_duration(best.step_s)} a step"
             if best.node_host_bytes:
