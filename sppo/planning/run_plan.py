@@ -12,12 +12,11 @@ from dataclasses import replace
 from math import ceil
 
 from sppo.config.run import RunConfig
-from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, boundaries_of
 from sppo.planning.search.choices import (
     Degrees,
-    activation_tiers,
     cut_sequence,
     multiplexed_problem,
     uses_msp,
@@ -62,17 +61,27 @@ def plan_run(
 
     Raises:
         ValueError: The run asks for a tier that the machine does not have.
-        MemoryError: The run does not fit; the message says what to change.
+        MemoryError: The run does not fit, or needs a disk that is full; the message says what to
+            change.
     """
-    chosen = run.activations.policy in ("auto", "hybrid")
+    asked, node = run.activations, hardware.node
+    chosen = asked.policy in ("auto", "hybrid")
     usable = int(available_bytes * USABLE_FRACTION) if chosen else available_bytes
     device = replace(hardware.device, memory_bytes=max(1, usable), reserved_bytes=0)
-    node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes, host_bytes=host_bytes)
-    machine = replace(hardware, device=device, node=node)
-    # Without a tier, recompute whole tensor classes: joining tensors from parts gains nothing.
-    has_tier = activation_tiers(run, hardware=machine) != ("device",)
-    evaluated = evaluate_in_nearest_tiers(run, hardware=machine, allow_partial=has_tier)
-    planned = as_executed(evaluated)
+    node = replace(node, host_memory_bytes=host_bytes * node.num_devices)
+    is_full = asked.disk is not None and disk_bytes == 0
+    without = asked.model_copy(update={"disk": None, "disk_memory": "auto"})
+    there = run.model_copy(update={"activations": without}) if is_full else run
+    machine = replace(hardware, device=device, node=with_disk(node, disk_bytes))
+    try:
+        planned = as_executed(evaluate_in_nearest_tiers(there, hardware=machine))
+    except ValueError as error:
+        if is_full:
+            raise MemoryError(
+                f"activations.disk={asked.disk}: the disk is full; free space, or name a directory "
+                "on another disk"
+            ) from error
+        raise
     if planned.shortfall is not None:
         raise MemoryError(too_large(run, planned))
     return make_plan(run, planned)
@@ -101,34 +110,19 @@ def executed_candidate(
     return evaluate_candidate(candidate)
 
 
-def evaluate_in_nearest_tiers(
-    run: RunConfig, *, hardware: HardwareSpec, allow_partial: bool = True
-) -> EvaluatedCandidate:
+def evaluate_in_nearest_tiers(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate:
     """Evaluate a run with activations and training state in the nearest tiers in which they fit.
 
     If nothing fits, return the evaluation that is short of the fewest bytes.
-
-    Args:
-        run: Validated run configuration.
-        hardware: Description of the machine.
-        allow_partial: Whether policies may split a tensor class where the candidate allows it.
 
     Raises:
         ValueError: See :func:`evaluate_degrees`.
     """
     tried: list[EvaluatedCandidate] = []
-    full: set[Tier] = set()
     for attempt in runs_by_tiers(run, hardware=hardware):
-        if attempt.activations.tier in full:
-            continue  # state that leaves the device would go to this full tier, too
-        found = evaluate_degrees(attempt, hardware=hardware)
-        if not allow_partial:
-            found = evaluate_candidate(replace(found.candidate, allow_partial=False))
-        if found.shortfall is None:
-            return found
-        tried.append(found)
-        if found.shortfall.place != "device":
-            full.add(found.candidate.tier)
+        tried.append(evaluate_degrees(attempt, hardware=hardware))
+        if tried[-1].shortfall is None:
+            break
     return min(tried, key=lambda one: one.short_bytes)
 
 
@@ -162,46 +156,3 @@ def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[in
         num_stages=run.parallel.pipeline_parallel_degree,
     )
     return boundaries_of(lengths)
-
-
-def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int) -> NodeSpec:
-    """Return the node with the host memory and disk space that the run may use.
-
-    Host memory is a tier of GPUs only. A disk is used only if the run names a directory on it.
-
-    Raises:
-        ValueError: The run asks for a tier that the machine does not have.
-        MemoryError: The run needs its disk, and the disk is full.
-    """
-    asked, node = run.activations, hardware.node
-    if asked.tier == "host" and host_bytes == 0:
-        raise ValueError(
-            "activations.tier=host on a CPU, whose device memory is the host's: name a directory "
-            "on a fast local disk (activations.disk=DIR), or leave activations.tier out"
-        )
-    if asked.tier == "disk" and asked.disk is None:
-        raise ValueError(
-            "activations.tier=disk without a directory: write activations.disk=DIR, on a fast "
-            "local disk, or leave activations.tier out"
-        )
-    host, disk = host_bytes, 0 if asked.disk is None else disk_bytes
-    if asked.host_memory != "auto":
-        host = min(host, asked.host_memory // node.num_devices)
-    if asked.disk_memory != "auto":
-        disk = min(disk, asked.disk_memory)
-    if asked.disk is not None and disk_bytes == 0 and _needs_disk(run, behind_gpu=host_bytes > 0):
-        raise MemoryError(
-            f"activations.disk={asked.disk}: the disk is full; free space, or name a directory on "
-            "another disk"
-        )
-    return with_disk(replace(node, host_memory_bytes=host * node.num_devices), disk)
-
-
-def _needs_disk(run: RunConfig, *, behind_gpu: bool) -> bool:
-    """Return whether a run explicitly asks for something that is stored on its disk."""
-    asked = run.activations
-    if asked.tier != "auto" or behind_gpu:
-        return asked.tier == "disk"
-    offloads = asked.kv == "offload" or asked.policy in ("offload_all", "sppo")
-    moves = "disk" in (run.state.weights, run.state.gradients, run.state.optimizer)
-    return offloads or moves or asked.offload_ratio not in ("auto", 0)

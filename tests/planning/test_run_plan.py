@@ -234,7 +234,7 @@ def test_a_disk_behind_it_is_used_where_the_run_says_so():
     offloading = plan_on_gpu(**disk, tier="disk", disk_bytes=PLENTY)
     assert offloading.activation_tier == "disk"
     assert offloading.predicted.disk_peak_bytes > 0
-    with pytest.raises(ValueError, match=r"activations\.tier=disk without a directory"):
+    with pytest.raises(ValueError, match=r"activations\.tier=disk: .* name a directory"):
         plan_on_gpu(policy="offload_all", tier="disk")
 
 
@@ -271,7 +271,7 @@ def test_host_memory_that_is_short_is_said_with_what_would_fit():
         plan_on_gpu(policy="offload_all", host_bytes=needed // 2)
     with pytest.raises(MemoryError, match=r"or raise activations\.host_memory"):
         plan_on_gpu(policy="offload_all", host_memory=needed // 2)
-    with pytest.raises(ValueError, match=r"activations\.tier=host on a CPU"):
+    with pytest.raises(ValueError, match=r"activations\.tier=host: .* has no host memory"):
         plan_on_gpu(policy="offload_all", tier="host", host_bytes=0)
 
 

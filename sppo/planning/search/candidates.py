@@ -157,6 +157,8 @@ def candidate_of(
     automatic = "sppo" if virtual_stages == 1 else LOOPED
     in_loop = (automatic if schedule == "auto" else schedule) == LOOPED and virtual_stages > 1
     ratio = run.activations.offload_ratio
+    tier = activation_tiers(run, hardware=workload.hardware)[0]
+    whole_weights = workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1
     return Candidate(
         workload,
         lengths,
@@ -168,11 +170,11 @@ def candidate_of(
         offload_ratio=None if ratio == "auto" else ratio,
         zero=run.parallel.zero,
         state=state_choices(run, hardware=workload.hardware)[0],
-        activation_tier=activation_tiers(run, hardware=workload.hardware)[0],
+        activation_tier=tier,
         input_every=run.activations.input_every,
         background_saves=run.checkpoint.async_save,
-        # Where weights are sharded, tensors are recomputed whole or not at all.
-        allow_partial=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
+        # Without a tier, joining tensors from parts gains nothing.
+        allow_partial=whole_weights and tier != "device",
         virtual_stages=virtual_stages,
         kv=_KV_PLACEMENTS[run.activations.kv] if in_loop else "retained",
     )
