@@ -8,7 +8,6 @@ import pytest
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.candidate import Candidate
-from sppo.cost.kv import kv_compute_seconds
 from sppo.cost.layer import PART_NAMES, Workload
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.hardware.description import HardwareSpec
@@ -62,10 +61,6 @@ def test_the_parts_of_each_rank_are_the_step(case):
             case in ("recomputed", "keys recomputed", "inputs shared")
         )
         assert (abs(parts["borrowed"]) > 1e-9 * own[rank]) == (case == "multiplexed")
-        if case == "keys recomputed":  # and nothing else: what is gathered for it is not compute
-            stages = [*evaluated.candidate.stages_of_rank(rank)]
-            compute = kv_compute_seconds(evaluated.candidate)[stages].sum()
-            assert parts["recompute"] == pytest.approx(compute)
         assert parts["communication"] >= -1e-9 * own[rank]
         waits_s = evaluated.simulated.waited_s(rank, "bubble") - costs.reduce_s[rank]
         assert parts["bubble"] == pytest.approx(waits_s, abs=1e-9 * own[rank])
