@@ -21,7 +21,7 @@ from sppo.cli.solution.candidate import (
     stages_json,
 )
 from sppo.hardware.run_hardware import hardware_line
-from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
+from sppo.planning.estimate import Estimate
 from sppo.planning.why_nothing_fits import run_line
 from sppo.units import GIB, format_bytes
 
@@ -101,12 +101,10 @@ def _count_rows(found: Estimate) -> Iterator[Sequence[str] | None]:
     yield ["model states", _gib(counts.state_bytes), states]
     yield None
     kv = "K and V"
-    if counts.kv_bytes != counts.multi_head_kv_bytes:  # grouped queries leave a share of them
+    if model.group_size > 1:  # grouped queries leave a share of them
         kv = f"K and V, {model.kv_heads} heads for {model.num_heads} (1/{model.group_size})"
     activations = {
-        f"activations, paper Table 2 ({TABLE_2_BYTES} S H L)": counts.table_2_bytes,
-        f"activations, paper §5.1 ({SECTION_5_1_BYTES} S H L)": counts.section_5_1_bytes,
-        **{f"activations, here: {policy}": held for policy, held in counts.saved_bytes.items()},
+        **{f"activations, {policy}": held for policy, held in counts.saved_bytes.items()},
         kv: counts.kv_bytes,
         "dK and dV in fp32": counts.kv_gradients_bytes,
     }
@@ -115,5 +113,5 @@ def _count_rows(found: Estimate) -> Iterator[Sequence[str] | None]:
 
 
 def _gib(amount: int) -> str:
-    """Format bytes in GiB, however many, as the tables of the SPPO paper do."""
+    """Format bytes in GiB, however many, so that rows compare."""
     return f"{amount / GIB:,.1f} GiB" if amount >= GIB else format_bytes(amount)

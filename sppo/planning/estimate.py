@@ -1,13 +1,4 @@
-"""Memory of a run, predicted before it runs, beside the counts of the SPPO paper.
-
-The paper counts activations of a GPT in two ways: 32 B S H bytes per layer in its Table 2, and 38
-B S H bytes in section 5.1 (of which K and V have 2 B S H elements, 4 B S H bytes). Both assume
-multi-head attention, an MLP of four times the hidden size, and that every intermediate is kept.
-This engine saves less: backward recomputes norms, activation functions and the like.
-
-Legend: B sequences, S tokens of a sequence, H hidden size, L layers, K key/value heads, D head
-size. All figures of a model are for one sequence, B = 1.
-"""
+"""Memory of a run, and counts of its model and of one sequence, predicted before it runs."""
 
 from __future__ import annotations
 
@@ -24,10 +15,6 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import executed_candidate
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
-TABLE_2_BYTES = 32
-"""Bytes per token, hidden unit and layer: SPPO paper, Table 2."""
-SECTION_5_1_BYTES = 38
-"""Bytes per token, hidden unit and layer: SPPO paper, section 5.1."""
 _MOMENTS = 2
 
 
@@ -39,22 +26,16 @@ class ModelCounts:
         parameters: Number of trainable scalars.
         state_bytes_per_parameter: Bytes of weights, gradients and optimizer states per parameter:
             18 in bf16.
-        table_2_bytes: Bytes of activations as counted in Table 2 of the SPPO paper.
-        section_5_1_bytes: Bytes of activations as counted in section 5.1 of the SPPO paper.
         saved_bytes: Bytes of activations that this engine saves without K and V, by policy.
         kv_bytes: Bytes of K and V.
         kv_gradients_bytes: Bytes of the fp32 gradients of K and V.
-        multi_head_kv_bytes: Bytes of K and V if every query head had its own key/value head.
     """
 
     parameters: int
     state_bytes_per_parameter: int
-    table_2_bytes: int
-    section_5_1_bytes: int
     saved_bytes: Mapping[str, int]
     kv_bytes: int
     kv_gradients_bytes: int
-    multi_head_kv_bytes: int
 
     @property
     def state_bytes(self) -> int:
@@ -108,18 +89,14 @@ def model_counts(run: RunConfig) -> ModelCounts:
     element = ELEMENT_BYTES[run.train.dtype]
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     layer_tokens = length * model.num_layers
-    unit = layer_tokens * model.hidden_size
     kv_elements = 2 * model.kv_heads * model.head_dim * layer_tokens
     return ModelCounts(
         parameters=num_parameters(model),
         state_bytes_per_parameter=element + (1 + _MOMENTS) * ACCUMULATION_BYTES + masters,
-        table_2_bytes=TABLE_2_BYTES * unit,
-        section_5_1_bytes=SECTION_5_1_BYTES * unit,
         saved_bytes={
             policy: saved_bytes_per_token(policy, model, element_bytes=element) * layer_tokens
             for policy in POLICIES
         },
         kv_bytes=kv_elements * element,
         kv_gradients_bytes=kv_elements * ACCUMULATION_BYTES,
-        multi_head_kv_bytes=kv_elements * element * model.group_size,
     )
