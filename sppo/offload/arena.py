@@ -47,14 +47,12 @@ class HostArena:
         resident_bytes: First bytes to make resident at once; None for all.
 
     Raises:
-        ValueError: A size below 1.
         MemoryError: The machine or its control group has less memory, or the system refuses the
             mapping. Nothing stays mapped.
     """
 
     def __init__(self, size_bytes: int, *, resident_bytes: int | None = None) -> None:
-        if size_bytes < 1:
-            raise ValueError(f"size_bytes={size_bytes}; an arena has at least 1 byte")
+        assert size_bytes > 0, "an arena has at least 1 byte"
         self.size_bytes = size_bytes
         first_bytes = size_bytes if resident_bytes is None else resident_bytes
         room = memory_room()
@@ -85,20 +83,12 @@ class HostArena:
             offset_bytes: Multiple of :data:`ALIGNMENT_BYTES`.
             shape: Sizes of at least 0.
             dtype: Type of the view.
-
-        Raises:
-            ValueError: The offset is not aligned, a size is negative, or the view ends after the
-                planned size.
         """
-        if any(size < 0 for size in shape):
-            raise ValueError(f"shape {tuple(shape)} has a negative size")
-        if offset_bytes % ALIGNMENT_BYTES != 0:
-            raise ValueError(f"offset {offset_bytes} is not a multiple of {ALIGNMENT_BYTES} bytes")
         end_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
-        if offset_bytes < 0 or end_bytes > self.size_bytes:
-            raise ValueError(
-                f"bytes {offset_bytes} to {end_bytes} are not within the arena's {self.size_bytes}"
-            )
+        assert offset_bytes % ALIGNMENT_BYTES == 0, f"offset {offset_bytes} is not aligned"
+        assert 0 <= offset_bytes <= end_bytes <= self.size_bytes, (
+            f"bytes {offset_bytes} to {end_bytes} are not within the arena's {self.size_bytes}"
+        )
         view = torch.from_numpy(self._mapping[offset_bytes:end_bytes])
         return view.view(dtype).view(tuple(shape))
 

@@ -70,7 +70,7 @@ def test_the_order_and_the_room_of_a_stack_are_kept():
     store.put(OTHER, retained=saved(1))
     with pytest.raises(AssertionError, match="saved later"):
         store.get(KEY)
-    with pytest.raises(ValueError, match="not within the arena"):
+    with pytest.raises(AssertionError, match="not within the arena"):
         store.put(KEYS[2], retained={"x": torch.zeros(10_000)})
 
 

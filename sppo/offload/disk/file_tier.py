@@ -83,12 +83,10 @@ class FileTier:
             size_bytes: Planned size; rounded up to whole sectors.
 
         Raises:
-            ValueError: The size is below 1.
             OSError: The directory is missing or cannot be written, or its disk lacks space. Nothing
                 is left behind.
         """
-        if size_bytes < 1:
-            raise ValueError(f"size_bytes={size_bytes}; a file tier has at least 1 byte")
+        assert size_bytes > 0, "a file tier has at least 1 byte"
         if self._file is not None:
             self._file.close()  # first: both files may not fit
             self._file = None

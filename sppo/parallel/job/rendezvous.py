@@ -117,13 +117,10 @@ def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPS
             limit_s=timeout_s + _CONNECT_S,
         )
     except TimeoutError:
-        reason = _refusal(host, port)
-        if reason is not None:
-            raise _nobody_listens(environment, reason) from None
         raise PeerLostError(
             f"rank {environment.rank} timed out after {timeout_s:g} s (parallel.timeout_s): {host} "
-            f"port {port}, where the ranks are to meet, accepts connections and does not answer: "
-            "if another program has it, set MASTER_PORT to a free one"
+            f"port {port}, where the ranks are to meet, does not answer: is rank 0 running there? "
+            "If another program has the port, set MASTER_PORT to a free one"
         ) from None
     except RuntimeError as error:
         if any(sign in str(error) for sign in _OTHER_PROGRAM):
@@ -134,29 +131,10 @@ def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPS
         reason = loss_in(error)
         if reason is None:
             raise
-        raise _nobody_listens(environment, reason) from error
-
-
-def _nobody_listens(environment: RankEnvironment, reason: str) -> PeerLostError:
-    return PeerLostError(
-        f"rank {environment.rank} cannot reach {environment.master_address} port "
-        f"{environment.master_port}, where the ranks meet: is rank 0 running there, and is the "
-        f"port open? ({reason})"
-    )
-
-
-def _refusal(host: str, port: int) -> str | None:
-    """Return why no process listens on a port; None if a process does.
-
-    torch on a busy machine may take longer than its timeout to report that no process listens.
-    """
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-            # A client whose own port happens to be this port is connected to itself.
-            alone = connection.getsockname() == connection.getpeername()
-            return "connection refused" if alone else None
-    except OSError as error:
-        return str(error.strerror or error).lower()
+        raise PeerLostError(
+            f"rank {environment.rank} cannot reach {host} port {port}, where the ranks meet: is "
+            f"rank 0 running there, and is the port open? ({reason})"
+        ) from error
 
 
 def _check_host(host: str, *, port: int) -> None:

@@ -208,18 +208,6 @@ def test_a_master_that_is_not_there_is_a_lost_peer():
         connect(place_at(port, rank=1), timeout_s=1)
 
 
-def test_a_master_that_is_not_there_is_told_from_one_that_is_silent(monkeypatch):
-    """Also where torch needs longer than its timeout to give up."""
-
-    def slow(make, *, limit_s):
-        raise TimeoutError
-
-    monkeypatch.setattr(rendezvous, "call_in_time", slow)
-    port = free_port()
-    with pytest.raises(PeerLostError, match=f"cannot reach 127.0.0.1 port {port}.*refused"):
-        connect(place_at(port, rank=1), timeout_s=1)
-
-
 def test_a_host_without_an_address_is_refused(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
