@@ -15,7 +15,6 @@ from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training import preflight as preflight_module
 from sppo.training import trainer
-from sppo.training.interruption import StopRequest
 from sppo.training.preflight import preflight
 from tests.conftest import call, refuse, succeed, write_run
 from tests.tiers import exhaustive
@@ -223,24 +222,4 @@ def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch, 
     assert "step 3/4" in said
     assert "step 2/4" not in said
     assert list((work / "spill").iterdir()) == []
-    assert losses(work / "out") == losses(work / "plain")
-
-
-@pytest.mark.exhaustive
-def test_an_interrupted_step_loses_nothing(work, monkeypatch):
-    """A signal in the middle of a step: what was done is saved, and the run goes on from there."""
-    succeed("train", run_of(work, "plain", policy="keep_attention"))
-    original, seen = StopRequest.check, []
-
-    def check(request):
-        seen.append(request)
-        if len(seen) == 60:
-            request.signal_name = "SIGTERM"
-        original(request)
-
-    run_file = run_of(work, stages=3, state=STATE, policy="keep_attention", kv="retain")
-    with monkeypatch.context() as patch:
-        patch.setattr(StopRequest, "check", check)
-        call("train", run_file)
-    succeed("train", run_file)
     assert losses(work / "out") == losses(work / "plain")

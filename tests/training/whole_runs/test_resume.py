@@ -26,10 +26,11 @@ VARIANTS = {
         "data": {"samples": "documents", "shuffle": True},
         "train": {"tokens_per_step": 2 * LENGTH},
     },
-    "kv on a disk": {
+    "all on a disk": {
         "model": {"num_layers": 3},
         "parallel": {"virtual_stages": 3},
         "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
+        "state": dict.fromkeys(("weights", "gradients", "optimizer"), "disk"),
     },
 }
 
@@ -146,29 +147,29 @@ def test_without_a_whole_checkpoint_nothing_is_done(plain):
 
 
 @pytest.mark.parametrize(
-    ("number", "done"),
+    ("number", "done", "variant"),
     [
-        (signal.SIGTERM, 5),
-        (signal.SIGTERM, 0),
-        pytest.param(signal.SIGINT, 5, marks=pytest.mark.exhaustive),
+        (signal.SIGTERM, 5, "plain"),
+        (signal.SIGTERM, 0, "plain"),
+        pytest.param(signal.SIGINT, 5, "all on a disk", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_request_to_stop_saves_and_ends_well(plain, number, done):
-    output = f"asked-{number.name}-{done}"
-    ended = plain.train(output, step=done + 1, action=6, signals=[number])
+def test_a_request_to_stop_saves_and_ends_well(runs, number, done, variant):
+    run, output = runs(variant), f"asked-{number.name}-{done}"
+    ended = run.train(output, step=done + 1, action=6, signals=[number])
     assert ended.returncode == 128 + number, ended.stderr
     assert f"{number.name}: saving after step {done}" in ended.stdout
     left = f"stopped by {number.name} after step {done} of 10, {10 - done} left; to go on:\n"
     assert f"{left}sppo train run.yaml " in ended.stdout
-    told = summary(plain.directory / output)
+    told = summary(run.directory / output)
     assert (told["steps"], told["interrupted_by"]) == (done, number.name)
-    assert (plain.directory / output / "loss.png").exists() == (done > 0)
-    again = plain.train(output)
+    assert (run.directory / output / "loss.png").exists() == (done > 0)
+    again = run.train(output)
     assert again.returncode == 0
     assert f"going on after step {done}" in again.stdout
-    told = summary(plain.directory / output)
+    told = summary(run.directory / output)
     assert (told["steps"], told["interrupted_by"]) == (10, None)
-    plain.assert_undisturbed(output)
+    run.assert_undisturbed(output)
 
 
 def test_a_second_request_ends_at_once(plain):
