@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,7 @@ CASES = {
     "train run.yaml parallel.sequence_parallel_degree=3": "query heads cannot be sharded",
     "train run.yaml --plan nowhere.json": "nowhere.json",
     "train run.yaml --plan plan.json": "the plan was made for another run",
+    "train run.yaml --plan stale.json": "digest 000000000000, and here",
     'train run.yaml model={"from_hf":"hf"}': "holds neither model.safetensors nor",
     "eval run.yaml": "To evaluate random weights of seed 0, which the run starts from",
     "eval run.yaml --checkpoint nowhere": "nowhere holds no checkpoint (no such directory)",
@@ -64,6 +66,8 @@ def told(tmp_path_factory):
     write_run(work / "run.yaml")
     write_run(work / "other.yaml", sequence={"length": 128})
     sppo.save_plan(sppo.solve(sppo.load_run(work / "other.yaml")), work / "plan.json")
+    plan = sppo.solve(sppo.load_run(work / "run.yaml"))
+    sppo.save_plan(replace(plan, program_digest="0" * 64), work / "stale.json")
     (work / "hf").mkdir()
     config = {
         "model_type": "llama",

@@ -74,14 +74,6 @@ def test_non_finite_numbers_are_null_and_read_back_as_nan(tmp_path):
     assert metrics.mfu is None
 
 
-@pytest.mark.parametrize("resume_step", [6, 0])
-def test_resuming_drops_the_steps_that_will_come_again(tmp_path, resume_step):
-    path = tmp_path / "metrics.jsonl"
-    _write(path, 1, 2, 3, 4, 5, 6, 7)
-    _write(path, resume_step + 1, resume_step + 2, resume_step=resume_step)
-    assert _steps(path) == list(range(1, resume_step + 3))
-
-
 @pytest.mark.parametrize("torn", ['{"step": 4, "lo', '{"step": 4, "loss": 2.0', "{", "\0\0\0", '"'])
 def test_a_line_torn_by_a_kill_is_dropped(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import torch
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
@@ -19,6 +21,7 @@ from sppo.training.evaluation import evaluate
 from sppo.training.job import Job, mesh_shape
 from sppo.training.preflight import preflight
 from sppo.training.report import report
+from sppo.training.state import build_state
 from tests.unpainted import unpainted
 
 
@@ -68,6 +71,17 @@ def train_rank(rank, directory, arguments=(), *, device=None, reports=False):
         if reports and job.mesh.is_main:
             _report(checked, outcome)
         return checked, outcome
+
+
+def execute_step(rank, run, plan):
+    """Compute the gradients of one step of a plan as one of its ranks, which may be emulated."""
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        job = job_of_rank(run, rank) if mesh_shape(run).num_ranks > 1 else job_alone(run)
+        tokens = torch.arange(run.sequence.length + 1) % run.model.vocab_size
+        data = [SequenceData(tokens[:-1], tokens[1:])] * plan.sequences
+        with contextlib.closing(build_state(job, plan)) as state:
+            state.engine.accumulate(data, [plan.boundaries] * plan.sequences)
 
 
 def evaluate_initial(run, *, device=None, most=None, on_sequence=lambda done, total: None):

@@ -20,7 +20,7 @@ from sppo.planning.run_plan import evaluate_degrees, plan_run
 from tests.make import make_run
 from tests.planning.cases import price, run_config
 from tests.random_training.emulated_ranks import run_emulated
-from tests.training.test_one_program import execute
+from tests.training.jobs import execute_step
 
 A100 = PRESETS["a100-80g"]
 INSTANT = {"bf16_flops_per_s": 1e30, "fp32_flops_per_s": 1e30, "memory_bytes_per_s": 1e30}
@@ -92,7 +92,7 @@ def executed_bytes(run, hardware):
         mock.patch.object(RowMessage, "gather", counted_gather),
         mock.patch.object(RowMessage, "reduce", counted_reduce),
     ):
-        run_emulated(execute, run, plan, ranks=ranks, seed=0)
+        run_emulated(execute_step, run, plan, ranks=ranks, seed=0)
     stages = range(parallel.pipeline_parallel_degree)
     return [gathered[n] for n in stages], [reduced[n] for n in stages]
 

@@ -99,7 +99,12 @@ def overrides(shape, steps, **more):
 
 def train_as(rank, directory, arguments):
     """One rank of a run, in the rank pool; what it wrote is in the run's directory."""
-    return train_rank(rank, directory, arguments)[1].done_steps
+    checked, outcome = train_rank(rank, directory, arguments)
+    last = outcome.timelines
+    if last is not None and checked.job.run.data.samples == "stream":
+        digests = {timeline.schedule.digest() for timeline in (last.planned, last.measured)}
+        assert digests == {checked.plan.program_digest}, "planned, simulated and executed are one"
+    return outcome.done_steps
 
 
 def alone(directory, arguments):
