@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 import sppo
 from tests.conftest import succeed
@@ -39,21 +38,6 @@ def test_trains_as_the_command_does(work, run, capsys):
         result.plan.program_digest
         == json.loads((result.output / "plan.json").read_text())["program_digest"]
     )
-
-
-def test_goes_on_and_says_what_it_does(run, capsys):
-    with unpainted():
-        sppo.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": 2})}))
-        result = sppo.train(run)
-    out = capsys.readouterr().out
-    threads = torch.get_num_threads()
-    assert f"on cpu with {threads} thread{'' if threads == 1 else 's'}, torch" in out
-    steps = {line.split(" | ")[0]: line for line in out.splitlines() if line.startswith("step ")}
-    assert "| eta " in steps["step 3/4"]
-    assert "eta" not in steps["step 4/4"]
-    assert "step 2/2" in out
-    assert "step 3/4" in out
-    assert [metrics.step for metrics in result.metrics] == [1, 2, 3, 4]
 
 
 def test_follows_a_plan(work, run):
@@ -131,11 +115,6 @@ def test_evaluates_as_the_command_does(run):
 def test_evaluation_refuses_bad_requests(run):
     with pytest.raises(ValueError, match="at least one"):
         sppo.evaluate(run, sequences=0)
-
-
-def test_a_run_that_has_not_begun_has_nothing(run):
-    nothing = sppo.trained_run(run)
-    assert (nothing.steps, nothing.losses, nothing.checkpoint) == (0, [], None)
 
 
 def test_the_example_of_an_own_loop_learns(capsys, monkeypatch):

@@ -92,13 +92,6 @@ def test_json_is_one_object_and_nothing_else(measured, tmp_path):
     assert tree(tmp_path) == {}
 
 
-def test_a_second_subject_joins_the_first(measured):
-    succeed("bench", "all", "-o", "hardware.json")
-    before = read_hardware_here()
-    succeed("bench", "gemm", "-o", "hardware.json")
-    assert read_hardware_here() == before
-
-
 def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypatch):
     monkeypatch.setattr(bench_tables, "_STEADY", 0.05)
     text = succeed("bench", "all", "-o", "hardware.json")

@@ -7,7 +7,7 @@ import pytest
 
 from sppo.plots.loss import loss_plot, running_mean
 from sppo.report.metrics import JsonlSink
-from tests.report.test_metrics import _metrics, _write
+from tests.report.test_metrics import _metrics
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,6 @@ def test_a_plot_of_any_run(tmp_path, losses):
     header = png.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1600, 900)
-
-
-def test_the_plot_names_the_terms_of_the_loss(tmp_path):
-    _write(tmp_path / "metrics.jsonl", 3)
-    plain, named = tmp_path / "plain.png", tmp_path / "named.png"
-    loss_plot(tmp_path / "metrics.jsonl", plain)
-    loss_plot(tmp_path / "metrics.jsonl", named, terms="z-loss 0.0001")
-    assert plain.read_bytes() != named.read_bytes()
 
 
 def test_no_plot_of_a_run_without_steps(tmp_path):

@@ -4,7 +4,6 @@ import hashlib
 import json
 
 import pytest
-from rich.console import Console
 
 from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
@@ -12,9 +11,7 @@ from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training.input_checks import check_inputs, run_file_problems
 from sppo.training.preflight import preflight
-from sppo.training.report import announce
 from sppo.training.trainer import StepTooLargeError
-from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens
 from tests.training.jobs import job_alone, records, train_alone
 
@@ -67,16 +64,6 @@ def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     longest = 400 - 150 - 1
     assert checked.data.table.lengths.max() == longest
     assert checked.plan.boundaries[-1] == longest
-
-
-def test_announced_memory_says_of_which_step_it_is(samples):
-    console = Console(record=True, width=500)
-    job = job_alone(samples(), console=console)
-    checked = preflight(job)
-    announce(checked)
-    lines = {line[:10].strip(): line for line in console.export_text().splitlines()}
-    longest = format_bytes(checked.plan.predicted.device_peak_bytes)
-    assert f"predicted peak of the longest samples alone {longest} (" in lines["policy"]
 
 
 def test_a_resumed_run_reads_on_where_it_ended(samples):
