@@ -36,7 +36,7 @@ from sppo.schedule.abstract import (
 )
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import schedule_names
-from sppo.schedule.program import forward_part
+from sppo.schedule.program import forward_part, with_copies
 from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import simulate as play
@@ -134,14 +134,12 @@ class Simulation:
 
     Attributes:
         cases: The requested schedule, then the schedules to compare with.
-        forward: Forward part alone of the first case.
         run: Step of a run or a plan, which is the first case; None with abstract costs, in the
             user's units.
         chosen: Keys that the run leaves out and the solver chose.
     """
 
     cases: tuple[tuple[Schedule, Costs], ...]
-    forward: tuple[Schedule, Costs]
     run: EvaluatedCandidate | None = None
     chosen: tuple[str, ...] = ()
 
@@ -161,8 +159,9 @@ class Simulation:
     @cached_property
     def forward_makespan_s(self) -> float:
         """Makespan of the forward alone of the requested schedule."""
-        schedule, costs = self.forward
-        return play(schedule, costs=costs).makespan_s
+        schedule, costs = self.cases[0]
+        alone = with_copies(forward_part(schedule), costs=costs)
+        return play(alone, costs=costs).makespan_s
 
     def time_text(self, seconds: float) -> str:
         """Format a time, which is in the user's units with abstract costs."""
@@ -235,7 +234,7 @@ def _abstract(values: Sequence[str], *, names: Sequence[str]) -> Simulation:
             raise ValueError(f"{quoted(word)} changes a run file, but none is given")
     request = read_keys(AbstractCase, values)
     others = (compared_case(request, name=name) for name in names)
-    return Simulation((abstract_case(request), *others), abstract_case(request, forward_only=True))
+    return Simulation((abstract_case(request), *others))
 
 
 def _program(file: Path, values: Sequence[str]) -> Simulation:
@@ -243,7 +242,7 @@ def _program(file: Path, values: Sequence[str]) -> Simulation:
     text = read_text_file(file, most_bytes=_MOST_PROGRAM_BYTES)
     schedule = parse_program(text, source=str(file))
     costs = case_costs(given, num_stages=schedule.num_stages, lengths=schedule.lengths)
-    return Simulation(((schedule, costs),), (forward_part(schedule), costs))
+    return Simulation(((schedule, costs),))
 
 
 def _step(file: Path, values: Sequence[str], *, names: Sequence[str]) -> Simulation:
@@ -266,7 +265,7 @@ def _step(file: Path, values: Sequence[str], *, names: Sequence[str]) -> Simulat
     step = read_plan(file) if is_plan else load_planned_run(file, values)
     steps, chosen = steps_to_simulate(step, schedules=names)
     cases = tuple(step.case() for step in steps)
-    return Simulation(cases, steps[0].case(forward_only=True), steps[0], chosen)
+    return Simulation(cases, steps[0], chosen)
 
 
 def _values(found: Simulation) -> dict[str, Any]:

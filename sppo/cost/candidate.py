@@ -202,14 +202,11 @@ class Candidate:
         """Name of the schedule whose order ranks follow if MSP cuts no unit."""
         return order_of(self.schedule, num_virtual=self.virtual_stages)
 
-    def program(
-        self, costs: Costs, *, forward_only: bool = False, messages: bool = True
-    ) -> Schedule:
+    def program(self, costs: Costs, *, messages: bool = True) -> Schedule:
         """Return the program of one step of one data-parallel replica.
 
         Args:
             costs: Costs of the candidate's actions.
-            forward_only: Whether to leave out backwards, copies and reductions.
             messages: Whether to place messages; a simulation needs none.
 
         Raises:
@@ -221,7 +218,6 @@ class Candidate:
             num_virtual=self.virtual_stages,
             forwards_before_backward=self.forwards_before_backward,
             lengths=self.sequence_lengths,
-            forward_only=forward_only,
             costs=costs,
         )
         return (lower if messages else with_copies)(schedule, costs=costs)

@@ -13,7 +13,7 @@ from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.engine.pipeline import Pipeline
 from sppo.schedule.actions import Lengths
 from sppo.schedule.orders.names import order_of
-from sppo.schedule.program import equal_costs, generate, lower
+from sppo.schedule.program import equal_costs, forward_part, generate, lower
 from sppo.schedule.schedule import Schedule
 
 _STEPS_KEPT = 8
@@ -85,8 +85,8 @@ class StepPrograms:
             offloaded[stage] = [any(part.offloaded) for part in chain.from_iterable(placed)]
         costs = equal_costs(
             offloaded=offloaded,
-            kv_offloaded=() if forward_only else pipeline.kv_offloaded,
-            kv_recomputed=() if forward_only else pipeline.kv_recomputed,
+            kv_offloaded=pipeline.kv_offloaded,
+            kv_recomputed=pipeline.kv_recomputed,
             streams_weights=self._streams_weights,
             streams_gradients=self._streams_gradients,
         )
@@ -98,7 +98,6 @@ class StepPrograms:
             num_ranks=pipeline.num_ranks,
             num_virtual=pipeline.num_virtual,
             lengths=lengths,
-            forward_only=forward_only,
             costs=costs,
         )
-        return lower(schedule, costs=costs)
+        return lower(forward_part(schedule) if forward_only else schedule, costs=costs)

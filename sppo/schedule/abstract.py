@@ -120,26 +120,22 @@ class AbstractCase(AbstractCosts):
         return ((self.ranks,) * self.subsequences,) * self.sequences
 
 
-def abstract_case(request: AbstractCase, *, forward_only: bool = False) -> tuple[Schedule, Costs]:
+def abstract_case(request: AbstractCase) -> tuple[Schedule, Costs]:
     """Return the lowered schedule of `request` and its costs.
 
     Args:
         request: Schedule, shape and costs.
-        forward_only: Return the forward alone, as an evaluation runs it: nothing is offloaded.
 
     Raises:
         ValueError: A request that cannot be served; the message names the value, the rule and what
             to change.
     """
-    if forward_only:
-        request = request.model_copy(update={"offload_ratio": "none"})
     costs = case_costs(request, num_stages=request.num_stages, lengths=request.lengths)
     schedule = generate(
         request.schedule,
         num_ranks=request.ranks,
         num_virtual=request.virtual,
         lengths=request.lengths,
-        forward_only=forward_only,
         costs=costs,
     )
     return lower(schedule, costs=costs), costs

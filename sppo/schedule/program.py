@@ -37,7 +37,6 @@ def generate(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
     costs: Costs | None = None,
 ) -> Schedule:
@@ -49,7 +48,6 @@ def generate(
         lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
             in number of subsequences.
         num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
-        forward_only: Leave out backwards and reductions (evaluation).
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards; empty for the schedule's own numbers.
         costs: Costs with which sppo_msp chooses the units to cut; equal units and free messages if
@@ -65,7 +63,6 @@ def generate(
         num_ranks=num_ranks,
         lengths=cut,
         num_virtual=num_virtual,
-        forward_only=forward_only,
         forwards_before_backward=forwards_before_backward,
     )
     units = sum(map(len, cut))
@@ -75,7 +72,7 @@ def generate(
     columns = columns_of(ranks.ravel(), codes.ravel(), slots.ravel())
     whole = with_reductions(Schedule(name, Placement(num_ranks, num_virtual), cut, columns))
     if name == "sppo_msp":
-        return multiplex(whole, forward_only=forward_only, costs=costs)
+        return multiplex(whole, costs=costs)
     return whole
 
 

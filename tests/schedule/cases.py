@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sppo.schedule.costs import Link, Links, abstract_costs
-from sppo.schedule.program import generate
+from sppo.schedule.program import forward_part, generate
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
@@ -19,8 +19,9 @@ SUBSEQUENCE_SCHEDULES = (
 )
 
 
-def make(name, *, p, n, m, v=1, tokens=16, **rest) -> Schedule:
-    return generate(name, num_ranks=p, num_virtual=v, lengths=((tokens,) * n,) * m, **rest)
+def make(name, *, p, n, m, v=1, tokens=16, forward_only=False, **rest) -> Schedule:
+    made = generate(name, num_ranks=p, num_virtual=v, lengths=((tokens,) * n,) * m, **rest)
+    return forward_part(made) if forward_only else made
 
 
 def play(schedule: Schedule, *, f=1.0, b=2.0, w=0.0, factors=None, latency=0.0) -> Timeline:

@@ -10,7 +10,7 @@ from sppo.schedule.actions import ActionKind, Op
 from sppo.schedule.checks import check_deadlock_free, validate
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, schedule_names
 from sppo.schedule.orders.rank_orders import encoded_orders, sequence_groups
-from sppo.schedule.program import generate
+from sppo.schedule.program import forward_part, generate
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 from tests.schedule.pacing import forwards_between, most_forwards
@@ -45,7 +45,7 @@ def test_any_ragged_request_gives_a_valid_program_that_no_queue_blocks(name, p, 
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
 def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, lengths):
     v = v if name in WITH_VIRTUAL_STAGES else 1
-    schedule = generate(name, num_ranks=p, num_virtual=v, lengths=lengths, forward_only=True)
+    schedule = forward_part(generate(name, num_ranks=p, num_virtual=v, lengths=lengths))
     validate(place_messages(schedule))
     assert {a.kind for program in schedule.programs for a in program} == {ActionKind.F}
 

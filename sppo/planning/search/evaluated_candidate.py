@@ -86,10 +86,8 @@ class EvaluatedCandidate:
             return self.candidate.program(self.costs)
         return with_messages(self.program, costs=self.costs)
 
-    def case(self, *, forward_only: bool = False) -> tuple[Schedule, Costs]:
-        """Return the program of the step, or of its forwards alone, with its costs."""
-        if forward_only:
-            return self.candidate.program(self.costs, forward_only=True), self.costs
+    def case(self) -> tuple[Schedule, Costs]:
+        """Return the program of the step, with its costs."""
         return self.executed_program(), self.costs
 
     @property

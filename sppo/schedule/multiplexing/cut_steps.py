@@ -31,19 +31,10 @@ class CutSteps:
         plain: Schedule with every unit on the rank of its stage.
         costs: Costs of its actions.
         groups: MSP groups that a step may have, by slot.
-        forward_only: Leave out the backward.
     """
 
-    def __init__(
-        self,
-        plain: Schedule,
-        *,
-        costs: Costs,
-        groups: Mapping[int, MspGroup],
-        forward_only: bool = False,
-    ) -> None:
+    def __init__(self, plain: Schedule, *, costs: Costs, groups: Mapping[int, MspGroup]) -> None:
         self.plain, self.costs, self.groups = plain, costs, groups
-        self._forward_only = forward_only
         self._units, self._size = costs.num_units, costs.num_stages * costs.num_units
         self._offsets = plain.unit_offsets
         self._rank_of = [plain.placement.rank_of(stage) for stage in range(costs.num_stages)]
@@ -58,8 +49,7 @@ class CutSteps:
 
     def saved_s(self, slot: int) -> float:
         """Return the seconds that an MSP group saves over its whole unit, its messages included."""
-        codes = (Op.F,) if self._forward_only else (Op.F, Op.B)
-        return sum(self._whole_s[code][slot] - self._cut_s[code, slot] for code in codes)
+        return sum(self._whole_s[code][slot] - self._cut_s[code, slot] for code in (Op.F, Op.B))
 
     def program(self, chosen: Mapping[int, MspGroup]) -> Schedule:
         """Return the schedule with exactly the MSP groups `chosen`."""
@@ -71,9 +61,8 @@ class CutSteps:
                 for holders in [self._holders(slot, chosen)]
                 for shard, (rank, _) in enumerate(holders)
             ]
-            actions += forwards
-            if not self._forward_only:
-                actions += [(rank, Op.B, *unit) for rank, _, *unit in reversed(forwards)]
+            backwards = [(rank, Op.B, *unit) for rank, _, *unit in reversed(forwards)]
+            actions += [*forwards, *backwards]
         columns = np.array(actions, dtype=np.int64).T
         columns = columns[:, np.argsort(columns[0], kind="stable")]
         # Borrowers send their gradients to the owner of a stage, so only the owner reduces.
@@ -95,10 +84,7 @@ class CutSteps:
         for sequence in range(self.plain.num_sequences):
             order = self._order(sequence, chosen)
             self._walk(order, Op.F, sequence, chosen, free=free, sent=sent)
-            if not self._forward_only:
-                self._walk(order[::-1], Op.B, sequence, chosen, free=free, sent=sent)
-        if self._forward_only:
-            return max(free)
+            self._walk(order[::-1], Op.B, sequence, chosen, free=free, sent=sent)
         # A rank's first stage ends last; its reduction is at the end of the rank's program.
         return max(end + seconds for end, seconds in zip(free, self._reduce_s, strict=False))
 

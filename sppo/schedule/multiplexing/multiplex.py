@@ -63,9 +63,7 @@ def multiplexed_ranks(stage: int, *, unit: int, placement: Placement, num_units:
     return range(rank, rank + 1)
 
 
-def multiplex(
-    plain: Schedule, *, forward_only: bool = False, costs: Costs | None = None
-) -> Schedule:
+def multiplex(plain: Schedule, *, costs: Costs | None = None) -> Schedule:
     """Return the fastest of the plain schedule and the schedules with units cut over idle ranks.
 
     In the schedules with cut units, sequences run one after another, each almost without a bubble;
@@ -74,7 +72,6 @@ def multiplex(
     Args:
         plain: Schedule with every unit on the rank of its stage; breadth first if ranks have
             several stages.
-        forward_only: Leave out the backward.
         costs: Costs that decide which units are cut; equal units and free messages if not given.
 
     Raises:
@@ -87,13 +84,13 @@ def multiplex(
             f"costs of {costs.num_stages} stages and {costs.num_units} units for {num_stages} "
             f"stages and {num_units} units: make the costs for this schedule"
         )
-    chosen = _chosen(plain, costs=costs, forward_only=forward_only)
-    steps = CutSteps(plain, costs=costs, groups=chosen, forward_only=forward_only)
+    chosen = _chosen(plain, costs=costs)
+    steps = CutSteps(plain, costs=costs, groups=chosen)
     whole = simulate(plain, costs=costs).makespan_s
     return steps.program(chosen) if steps.step_s(chosen) < whole - _TOLERANCE else plain
 
 
-def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, MspGroup]:
+def _chosen(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
     """Return the MSP groups of the shortest step that runs one sequence after another.
 
     If all sequences are cut alike and cost the same, the choice for one sequence is used for all.
@@ -103,7 +100,7 @@ def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, M
     count, total, placement = len(plain.lengths[0]), costs.num_units, plain.placement
     if len(plain.lengths) > 1 and len({*plain.lengths}) == 1 and costs.repeats(count):
         one = Schedule(plain.name, placement, plain.lengths[:1], plain.columns)
-        found = _chosen(one, costs=costs.of_first_units(count), forward_only=forward_only)
+        found = _chosen(one, costs=costs.of_first_units(count))
         slots = {slot: divmod(slot, count) for slot in found}
         return {
             there: replace(found[slot], slot=there)
@@ -115,11 +112,11 @@ def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, M
         ends = (*stages[: placement.num_ranks], *stages[-placement.num_ranks :])
         both_ends = replace(placement, num_virtual=_ENDS)
         two = Schedule(plain.name, both_ends, plain.lengths, plain.columns)
-        found = _chosen(two, costs=costs.of_stages(ends), forward_only=forward_only)
+        found = _chosen(two, costs=costs.of_stages(ends))
         there = {slot: ends[slot // total] * total + slot % total for slot in found}
         return {there[slot]: replace(group, slot=there[slot]) for slot, group in found.items()}
     groups = _possible_groups(plain, costs=costs)
-    steps = CutSteps(plain, costs=costs, groups=groups, forward_only=forward_only)
+    steps = CutSteps(plain, costs=costs, groups=groups)
     return _shortest(steps)
 
 

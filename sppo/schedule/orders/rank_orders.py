@@ -51,7 +51,6 @@ def encoded_orders(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
 ) -> tuple[Ints, Ints]:
     """Return the order of each rank's compute, with every unit whole.
@@ -62,7 +61,6 @@ def encoded_orders(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
-        forward_only: Leave out backwards.
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards, at least all of the backward's sequence; empty for the schedule's own
             numbers.
@@ -87,9 +85,6 @@ def encoded_orders(
     else:
         groups = [range(len(cut))]
     forward, backward, ended = _passes(cut, groups=groups, num_virtual=num_virtual)
-    if forward_only:
-        forwards = np.broadcast_to(forward, (num_ranks, forward.size))
-        return np.full(forwards.shape, Op.F), forwards
     if forwards_before_backward:
         index = np.arange(forward.size)
         own = (np.searchsorted(begun, index, side="right") for begun in forwards_before_backward)

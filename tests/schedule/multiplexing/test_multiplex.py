@@ -149,15 +149,14 @@ def test_collectives_take_as_long_where_a_unit_is_shared():
     st.integers(1, 2),
     st.sampled_from((1, 2, 3)),
     st.sampled_from((1e3, 5.0, 2.0, 0.2)),
-    st.booleans(),
 )
-def test_it_never_makes_a_step_slower(p, factors, m, v, bandwidth, forward_only):
+def test_it_never_makes_a_step_slower(p, factors, m, v, bandwidth):
     n = len(factors)
     costs = priced(p * v, n * m, bandwidth=bandwidth, factors=factors * m)
     case = {"num_ranks": p, "num_virtual": v, "lengths": ((64,) * n,) * m}
-    cut = generate("sppo_msp", **case, forward_only=forward_only, costs=costs)
+    cut = generate("sppo_msp", **case, costs=costs)
     validate(cut)
-    plain = generate(order_of("sppo_msp", num_virtual=v), **case, forward_only=forward_only)
+    plain = generate(order_of("sppo_msp", num_virtual=v), **case)
     before = simulate(plain, costs=costs).makespan_s
     after = simulate(lower(cut, costs=costs), costs=costs).makespan_s
     assert after <= before + 1e-9
@@ -169,10 +168,9 @@ def test_it_never_makes_a_step_slower(p, factors, m, v, bandwidth, forward_only)
     st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=7), min_size=1, max_size=3),
     st.sampled_from((1, 2, 3)),
     st.sampled_from((1e3, 5.0, 0.2)),
-    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_a_walk_takes_as_long_as_the_program(p, factors, v, bandwidth, forward_only, dice):
+def test_a_walk_takes_as_long_as_the_program(p, factors, v, bandwidth, dice):
     """Whatever is cut, of sequences that differ too."""
     every = [factor for sequence in factors for factor in sequence]
     costs = priced(p * v, len(every), bandwidth=bandwidth, factors=every)
@@ -185,13 +183,13 @@ def test_a_walk_takes_as_long_as_the_program(p, factors, v, bandwidth, forward_o
     )
     lengths = [[16 * factor for factor in sequence] for sequence in factors]
     case = {"num_ranks": p, "num_virtual": v, "lengths": lengths}
-    plain = generate(order_of("sppo_msp", num_virtual=v), **case, forward_only=forward_only)
+    plain = generate(order_of("sppo_msp", num_virtual=v), **case)
     groups = multiplexing._possible_groups(plain, costs=costs)
-    steps = CutSteps(plain, costs=costs, groups=groups, forward_only=forward_only)
+    steps = CutSteps(plain, costs=costs, groups=groups)
     chosen = {slot: group for slot, group in groups.items() if dice.random() < 0.6}
     program = steps.program(chosen)
     validate(program)
-    assert shards(program) == sum(len(g.ranks) for g in chosen.values()) * (2 - forward_only)
+    assert shards(program) == sum(len(g.ranks) for g in chosen.values()) * 2
     assert steps.step_s(chosen) == simulate(program, costs=costs).makespan_s
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import COMPUTE_KINDS, ActionKind
 from sppo.schedule.checks import find_violations
 from sppo.schedule.costs import CopyEngines, abstract_costs
-from sppo.schedule.program import generate, lower
+from sppo.schedule.program import forward_part, generate, lower
 from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.simulation.simulate import simulate
 
@@ -30,8 +30,8 @@ def costs(stages, units, *, weights=0.5, gradients=0.5):
 def program(name="looped_bfs", *, p=1, v=3, n=2, m=1, forward_only=False, **sizes):
     step = costs(p * v, m * n, **sizes)
     lengths = ((16,) * n,) * m
-    made = generate(name, num_ranks=p, num_virtual=v, lengths=lengths, forward_only=forward_only)
-    return lower(made, costs=step), step
+    made = generate(name, num_ranks=p, num_virtual=v, lengths=lengths)
+    return lower(forward_part(made) if forward_only else made, costs=step), step
 
 
 def text(schedule, rank=0):
