@@ -7,8 +7,8 @@ what follows from the order of a rank's compute alone, so peaks are exact withou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,70 +20,66 @@ from sppo.schedule.actions import Op
 from sppo.schedule.costs import Table
 from sppo.schedule.graph import Ints
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.orders.rank_orders import (
-    ForwardsBeforeBackward,
-    encoded_orders,
-    sequence_groups,
-)
+from sppo.schedule.orders.rank_orders import sequence_groups
+from sppo.schedule.program import generate
+from sppo.schedule.schedule import Schedule
 
 Mask = npt.NDArray[np.bool_]
 _NOTHING = np.zeros(1)
 
 
-@dataclass(frozen=True, eq=False)
 class Walk:
     """Compute of all ranks in the order of their programs. Arrays are [ranks, actions].
 
+    Rows of ranks with fewer actions end with the action that never happens.
+
+    Args:
+        schedule: Programs of all ranks, of which the compute counts.
+        packed: Whether tables have the subsequences of all sequences, numbered through, instead of
+            those of one sequence.
+
     Attributes:
-        is_forward: Whether each action is a forward.
-        is_backward: Whether each action is a backward; others are weight halves of backwards.
+        actions: Number of each action in the columns of the schedule.
         stages: Stage of each action.
         sequences: Sequence of each action.
-        parts: Subsequence of each action within its sequence.
         units: Index of each action's subsequence in tables of [stages, subsequences].
-        num_units: Number of subsequences in such tables.
-        num_parts: Number of subsequences of each sequence, [sequences].
+        is_forward: Whether each action is a forward.
+        is_backward: Whether each action is a backward.
+        begins: 1 for forwards, from which on a unit is held, -1 for backwards, which end it, else
+            0; of a shard, its share of the unit.
+        defers: 1 for backwards whose weight half is deferred, -1 for weight halves, else 0.
+        is_first_part: Whether each action runs the first subsequence of its sequence.
+        is_last_part: Whether each action runs the last subsequence of its sequence.
     """
 
-    is_forward: Mask
-    is_backward: Mask
-    stages: Ints
-    sequences: Ints
-    parts: Ints
-    units: Ints
-    num_units: int
-    num_parts: Ints
+    def __init__(self, schedule: Schedule, *, packed: bool = False) -> None:
+        of_ranks = schedule.split_by_rank(np.arange(schedule.never))
+        codes = schedule.codes
+        is_counted = np.isin(codes, (Op.F, Op.B, Op.W))
+        own = [actions[is_counted[actions]] for actions in of_ranks]
+        most = max(map(len, own))
+        self.actions = np.full((schedule.num_ranks, most), schedule.never)
+        for row, actions in zip(self.actions, own, strict=True):
+            row[: len(actions)] = actions
+        codes, self.stages, self.sequences = (
+            column[self.actions] for column in (codes, schedule.stages, schedule.sequences)
+        )
+        before, behind = schedule.before[self.actions], schedule.behind[self.actions]
+        self.units = schedule.units[self.actions] if packed else before
+        self._num_units = schedule.num_units if packed else len(schedule.lengths[0])
+        self._num_sequences, self._num_parts = schedule.num_sequences, before + behind + 1
+        self.is_forward, self.is_backward = codes == Op.F, codes == Op.B
+        held = self.is_forward.astype(np.float64) - self.is_backward
+        self.begins = held * schedule.shares[self.actions]
+        is_weight_half = codes == Op.W
+        self.defers = (self.is_backward - is_weight_half.astype(np.float64)) * is_weight_half.any()
+        self.is_first_part, self.is_last_part = before == 0, behind == 0
 
     @cached_property
-    def keys(self) -> Ints:
+    def _keys(self) -> Ints:
         """Number of each action's unit: its place in a raveled table of [stages, subsequences]."""
-        keys: Ints = self.stages * self.num_units + self.units
+        keys: Ints = self.stages * self._num_units + self.units
         return keys
-
-    @cached_property
-    def begins(self) -> Table:
-        """1 for actions from which on a unit is held, -1 for those that end it, else 0."""
-        begins: Table = self.is_forward.astype(np.float64) - self.is_backward
-        return begins
-
-    @cached_property
-    def defers(self) -> Table:
-        """1 for backwards whose weight half is deferred, -1 for weight halves, else 0."""
-        is_weight_half = ~(self.is_forward | self.is_backward)
-        defers: Table = self.is_backward.astype(np.float64) - is_weight_half
-        return defers * is_weight_half.any()
-
-    @cached_property
-    def is_first_part(self) -> Mask:
-        """Whether each action runs the first subsequence of its sequence."""
-        is_first: Mask = self.parts == 0
-        return is_first
-
-    @cached_property
-    def is_last_part(self) -> Mask:
-        """Whether each action runs the last subsequence of its sequence."""
-        is_last: Mask = self.parts == self.num_parts[self.sequences] - 1
-        return is_last
 
     @cached_property
     def kv_returns(self) -> tuple[Ints, Ints]:
@@ -93,7 +89,7 @@ class Walk:
         :func:`sppo.schedule.transfers.copies.place_copies` spreads the H2D copies of a sequence
         over as many backwards of the rank as it has units, directly before its own backwards.
         """
-        owners = (self.stages * len(self.num_parts) + self.sequences).ravel()
+        owners = (self.stages * self._num_sequences + self.sequences).ravel()
         left, back = (
             found[np.argsort(owners[found], kind="stable")]
             for found in (
@@ -103,12 +99,12 @@ class Walk:
         )
         backwards = np.flatnonzero(self.is_backward)
         possible, end = np.searchsorted(backwards, left), np.searchsorted(backwards, back)
-        spread = self.num_parts[self.sequences.ravel()[back]]
+        spread = self._num_parts.ravel()[back]
         return back, backwards[np.maximum(possible, end - spread)]
 
     def of_actions(self, table: Table) -> Table:
         """Return the entry of [stages, subsequences] for the unit of each action."""
-        return table.ravel().take(self.keys)
+        return table.ravel().take(self._keys)
 
     def held(self, saved: Table, *, deferred: Table | None = None) -> Table:
         """Return the bytes of units while each action runs, [ranks, actions].
@@ -118,14 +114,10 @@ class Walk:
             deferred: Bytes of a unit from its backward to the end of its weight half if that is
                 deferred, [stages, N].
         """
-        change = self.of_actions(saved) * self.begins
+        changes = self.of_actions(saved) * self.begins
         if deferred is not None and self.defers.any():
-            change += self.of_actions(deferred) * self.defers
-        total = np.cumsum(change, axis=1)
-        # Operands of a weight half are allocated in the backward before the saved tensors of the
-        # unit are freed.
-        held: Table = np.maximum(total, total - change)
-        return held
+            changes += self.of_actions(deferred) * self.defers
+        return during(changes)
 
     def running(self, passes: Table) -> Table:
         """Return the bytes of the unit that runs during each action, [ranks, actions].
@@ -145,18 +137,29 @@ class Walk:
         fullest = np.cumsum(self.of_actions(weights) * self.begins, axis=1).argmax(axis=1)
         is_done = np.arange(self.units.shape[1]) <= fullest[:, None]
         counts = np.zeros(weights.size, dtype=np.int64)
-        np.add.at(counts, self.keys[is_done], self.begins[is_done].astype(np.int64))
+        np.add.at(counts, self._keys[is_done], self.begins[is_done].astype(np.int64))
         return counts.reshape(weights.shape)
 
     @cached_property
     def sequences_held(self) -> Counts:
         """Most sequences of which each stage holds units at once, [stages]."""
-        ends = self.is_backward if not self.defers.any() else ~(self.is_forward | self.is_backward)
-        change = self.is_first_part * (self.is_forward.astype(np.int64) - ends)
+        ends = np.where(self.defers.any(), self.defers < 0, self.is_backward)
+        changes = self.is_first_part * (self.is_forward.astype(np.int64) - ends)
         turns = self.stages // len(self.stages)
-        of_turns = [change * (turns == turn) for turn in range(int(turns.max()) + 1)]
+        of_turns = [changes * (turns == turn) for turn in range(int(turns.max()) + 1)]
         most: Counts = np.concatenate([np.cumsum(own, axis=1).max(axis=1) for own in of_turns])
         return most
+
+
+def during(changes: Table) -> Table:
+    """Return the bytes held while each action runs, [ranks, actions], from changes by actions.
+
+    What an action allocates counts while it runs, and so does what it frees: operands of a weight
+    half are allocated in the backward before the saved tensors of the unit are freed.
+    """
+    total = np.cumsum(changes, axis=1)
+    held: Table = np.maximum(total, total - changes)
+    return held
 
 
 @lru_cache(maxsize=16)
@@ -237,13 +240,19 @@ def _between(begins: Table, ends: Table) -> Table:
 def walk_of(candidate: Candidate) -> Walk:
     """Return the walk along the programs of a candidate whose units run whole."""
     return _walk(
-        candidate.schedule,
+        candidate.order,
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths[: _distinct_sequences(candidate)],
         num_virtual=candidate.virtual_stages,
         forwards_before_backward=candidate.forwards_before_backward,
         packed=bool(candidate.packed),
     )
+
+
+@lru_cache(maxsize=64)
+def _walk(order: str, *, packed: bool, **shape: Any) -> Walk:
+    """Return the walk of all ranks, cached because it does not depend on the placement."""
+    return Walk(generate(order, **shape), packed=packed)
 
 
 def _distinct_sequences(candidate: Candidate) -> int | None:
@@ -261,47 +270,3 @@ def _distinct_sequences(candidate: Candidate) -> int | None:
     if candidate.order == LOOPED:
         return len(sequence_groups(candidate.sequence_lengths, num_ranks=ranks)[0])
     return None
-
-
-@lru_cache(maxsize=64)
-def _walk(
-    schedule: str,
-    *,
-    num_ranks: int,
-    lengths: tuple[tuple[int, ...], ...],
-    num_virtual: int,
-    forwards_before_backward: ForwardsBeforeBackward,
-    packed: bool,
-) -> Walk:
-    """Return the walk of all ranks, cached because it does not depend on the placement.
-
-    Args:
-        schedule: Name of the schedule.
-        num_ranks: Pipeline ranks.
-        lengths: Tokens of each subsequence of each sequence.
-        num_virtual: Stages of a rank.
-        forwards_before_backward: Forwards that each rank begins before each backward; empty for
-            those of the schedule.
-        packed: Whether the subsequences of all sequences are numbered through.
-    """
-    codes, steps = encoded_orders(
-        schedule,
-        num_ranks=num_ranks,
-        lengths=lengths,
-        num_virtual=num_virtual,
-        forwards_before_backward=forwards_before_backward,
-    )
-    num_parts = np.array([len(own) for own in lengths])
-    turns, units = np.divmod(steps, num_parts.sum())
-    sequences = np.repeat(np.arange(len(lengths)), num_parts)[units]
-    parts = units - (np.cumsum(num_parts) - num_parts)[sequences]
-    return Walk(
-        codes == Op.F,
-        codes == Op.B,
-        stages=np.arange(num_ranks)[:, None] + num_ranks * turns,
-        sequences=sequences,
-        parts=parts,
-        units=units if packed else parts,
-        num_units=int(num_parts.sum() if packed else num_parts[0]),
-        num_parts=num_parts,
-    )
