@@ -10,7 +10,7 @@ costs such as waking threads show as lower rates of small shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -124,16 +124,15 @@ class PublishedAttention:
     def grid(self, *, backward: bool) -> Grid:
         """Return the rates of one pass by length."""
         rates = self.backward_flops_per_s if backward else self.forward_flops_per_s
-        return Grid(np.array(self.lengths, dtype=float), np.ones(1), np.array(rates)[:, None])
+        return Grid(self.lengths, (1,), np.array(rates)[:, None])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Grid:
     """Values at the crossings of two rising axes."""
 
-    rows: Floats
-    columns: Floats
-    values: Floats
+    def __init__(self, rows: Sequence[float], columns: Sequence[float], values: Floats) -> None:
+        self.rows, self.columns = np.array(rows, dtype=float), np.array(columns, dtype=float)
+        self._logs = np.log(values)
 
     def at(self, row: Floats, column: Floats) -> Floats:
         """Return values at (row, column), interpolated in logarithms, constant beyond the ends."""
@@ -141,7 +140,7 @@ class Grid:
         low_c, share_c = place(self.columns, column)
         high_r = np.minimum(low_r + 1, len(self.rows) - 1)
         high_c = np.minimum(low_c + 1, len(self.columns) - 1)
-        logs = np.log(self.values)
+        logs = self._logs
         below = logs[low_r, low_c] * (1 - share_c) + logs[low_r, high_c] * share_c
         above = logs[high_r, low_c] * (1 - share_c) + logs[high_r, high_c] * share_c
         result: Floats = np.exp(below * (1 - share_r) + above * share_r)
@@ -218,7 +217,7 @@ def rate_grids(
                 "every crossing, measure again with sppo bench"
             )
         values = np.array([[rates[row, column] for column in columns] for row in rows])
-        grids[key] = Grid(np.array(rows, dtype=float), np.array(columns, dtype=float), values)
+        grids[key] = Grid(rows, columns, values)
     return grids
 
 

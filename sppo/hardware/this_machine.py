@@ -12,7 +12,8 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,39 +32,40 @@ _HALF_FLAGS = frozenset(("avx512vl", "avx512bw", "avx512dq"))
 """x86 instruction sets with which oneDNN multiplies bf16 matrices, as torch checks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """GPUs of this machine, assumed equal to the first.
+def detect_machine() -> HardwareSpec:
+    """Return this machine's description with the analytic rates of the preset nearest to it."""
+    gpus, host_bytes = find_gpus(), usable_memory_bytes()
+    if gpus is None:
+        return describe_cpu(host_bytes)
+    name, count, memory_bytes = gpus
+    return describe_gpus(name, count=count, memory_bytes=memory_bytes, host_bytes=host_bytes)
 
-    Attributes:
+
+def describe_gpus(name: str, *, count: int, memory_bytes: int, host_bytes: int) -> HardwareSpec:
+    """Return the description of a node of equal GPUs.
+
+    Its rates are those of the preset nearest to the GPU, by name, else by memory.
+
+    Args:
         name: Name that the driver reports, e.g. ``NVIDIA H200``.
         count: Number of GPUs.
         memory_bytes: Memory of each GPU.
+        host_bytes: Host memory of the node.
     """
-
-    name: str
-    count: int
-    memory_bytes: int
-
-
-def detect_machine() -> HardwareSpec:
-    """Return this machine's description with the analytic rates of the preset nearest to it."""
-    gpus = find_gpus()
-    host_bytes = usable_memory_bytes()
-    return describe_cpu(host_bytes) if gpus is None else describe_gpus(gpus, host_bytes=host_bytes)
-
-
-def describe_gpus(gpus: Gpus, *, host_bytes: int) -> HardwareSpec:
-    """Return the description of a node of ``gpus`` with ``host_bytes`` of host memory."""
-    preset, known = _nearest_preset(gpus)
-    how = f"preset {preset.name}" if known else f"unknown, nearest by memory: {preset.name}"
+    accelerators = [spec for spec in PRESETS.values() if spec.device.kind == "cuda"]
+    name_parts = set(re.findall(r"[a-z]+\d+", name.lower()))
+    named = [spec for spec in accelerators if spec.name.partition("-")[0] in name_parts]
+    preset = min(
+        named or accelerators, key=lambda spec: abs(spec.device.memory_bytes - memory_bytes)
+    )
+    how = f"preset {preset.name}" if named else f"unknown, nearest by memory: {preset.name}"
     return replace(
         preset,
-        name=f"{gpus.count} x {gpus.name} ({how})",
-        device=replace(preset.device, memory_bytes=gpus.memory_bytes),
+        name=f"{count} x {name} ({how})",
+        device=replace(preset.device, memory_bytes=memory_bytes),
         node=replace(
             preset.node,
-            num_devices=gpus.count,
+            num_devices=count,
             host_memory_bytes=host_bytes,
             numa_nodes=count_numa_nodes(),
         ),
@@ -171,10 +173,12 @@ def _slower(point: Point, times: float) -> Point:
     return replace(point, **{name: rate / times for name, rate in rates.items()})
 
 
-def find_gpus() -> Gpus | None:
+def find_gpus() -> tuple[str, int, int] | None:
     """Return the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES says.
 
-    None without GPU, driver or Python binding.
+    Returns:
+        The name of the first, the number, and the memory of the first in bytes: all are assumed
+        equal. None without GPU, driver or Python binding.
     """
     try:
         import pynvml
@@ -187,8 +191,7 @@ def find_gpus() -> Gpus | None:
             if not handles:
                 return None
             memory = pynvml.nvmlDeviceGetMemoryInfo(handles[0])
-            name = pynvml.nvmlDeviceGetName(handles[0])
-            return Gpus(name, len(handles), int(memory.total))
+            return pynvml.nvmlDeviceGetName(handles[0]), len(handles), int(memory.total)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
@@ -207,35 +210,16 @@ def _visible_gpus(nvml: Any) -> list[Any]:
         return gpus
     found = []
     for name in map(str.strip, listed.split(",")):
+        named = [gpu for gpu in gpus if name and nvml.nvmlDeviceGetUUID(gpu).startswith(name)]
         if name.isdecimal():
             named = gpus[int(name) :][:1]
         elif name.startswith("MIG-"):
-            named = _instance(nvml, name)
-        else:
-            named = [gpu for gpu in gpus if name and nvml.nvmlDeviceGetUUID(gpu).startswith(name)]
+            with suppress(nvml.NVMLError):
+                named = [nvml.nvmlDeviceGetHandleByUUID(name)]
         if len(named) != 1:
             break
         found += named
     return found
-
-
-def _instance(nvml: Any, uuid: str) -> list[Any]:
-    """Return the handle of an instance of a GPU (MIG); nothing if there is none."""
-    try:
-        return [nvml.nvmlDeviceGetHandleByUUID(uuid)]
-    except nvml.NVMLError:
-        return []
-
-
-def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
-    """Return the preset nearest to a GPU by name, else by memory, and whether the name matched."""
-    accelerators = [spec for spec in PRESETS.values() if spec.device.kind == "cuda"]
-    name_parts = set(re.findall(r"[a-z]+\d+", gpus.name.lower()))
-    named = [spec for spec in accelerators if spec.name.partition("-")[0] in name_parts]
-    chosen = min(
-        named or accelerators, key=lambda spec: abs(spec.device.memory_bytes - gpus.memory_bytes)
-    )
-    return chosen, bool(named)
 
 
 def cpu_model(*, cpu_info: Path = _CPU_INFO) -> str:

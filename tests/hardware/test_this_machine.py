@@ -10,7 +10,6 @@ import pytest
 from sppo.hardware import this_machine
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import (
-    Gpus,
     count_numa_nodes,
     cpu_model,
     describe_gpus,
@@ -103,7 +102,7 @@ def test_a_gpu_is_matched_by_name_and_memory(monkeypatch, name, gib, preset):
     ],
 )
 def test_an_unknown_gpu_gives_the_nearest_by_memory_and_says_so(name, gib, preset):
-    spec = describe_gpus(Gpus(name, 1, int(gib * GIB)), host_bytes=GIB)
+    spec = describe_gpus(name, count=1, memory_bytes=int(gib * GIB), host_bytes=GIB)
     assert spec.name == f"1 x {name} (unknown, nearest by memory: {preset})"
     assert spec.device.memory_bytes == int(gib * GIB)
     assert spec.node.host_memory_bytes == GIB
@@ -129,15 +128,15 @@ def test_without_a_gpu_that_answers_the_cpu_is_the_device(monkeypatch, module):
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, (2, "first", 80)),
-        ("1", (1, "second", 80)),
-        ("1,0", (2, "second", 80)),
-        ("0,2,1", (1, "first", 80)),
-        ("1,-1,0", (1, "second", 80)),
-        ("GPU-77b0", (1, "second", 80)),
-        ("GPU-77b0,GPU-3f2a", (2, "second", 80)),
+        (None, ("first", 2, 80)),
+        ("1", ("second", 1, 80)),
+        ("1,0", ("second", 2, 80)),
+        ("0,2,1", ("first", 1, 80)),
+        ("1,-1,0", ("second", 1, 80)),
+        ("GPU-77b0", ("second", 1, 80)),
+        ("GPU-77b0,GPU-3f2a", ("second", 2, 80)),
         ("GPU-,0", None),
-        ("MIG-5d10e8", (1, "a part", 10)),
+        ("MIG-5d10e8", ("a part", 1, 10)),
         ("MIG-0", None),
         ("", None),
         ("NoDevFiles", None),
@@ -150,7 +149,7 @@ def test_only_gpus_that_cuda_shows_count(monkeypatch, visible, expected):
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus = find_gpus()
-    assert (None if gpus is None else (gpus.count, gpus.name, gpus.memory_bytes // GIB)) == expected
+    assert (None if gpus is None else (gpus[0], gpus[1], gpus[2] // GIB)) == expected
 
 
 def test_the_driver_is_always_closed(monkeypatch):

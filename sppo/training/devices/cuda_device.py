@@ -22,7 +22,6 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.description import HOST_FRACTION, DeviceKind, HardwareSpec
 from sppo.hardware.numa import NumaNode, node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import (
-    Gpus,
     count_cores,
     count_numa_nodes,
     describe_gpus,
@@ -134,10 +133,12 @@ class CudaDevice:
 
     def machine(self) -> HardwareSpec:
         """Return the description of this machine's GPUs and usable host memory."""
-        gpus = Gpus(
-            _cuda.get_device_name(self.torch_device), _cuda.device_count(), self._total_bytes()
+        return describe_gpus(
+            _cuda.get_device_name(self.torch_device),
+            count=_cuda.device_count(),
+            memory_bytes=self._total_bytes(),
+            host_bytes=usable_memory_bytes(),
         )
-        return describe_gpus(gpus, host_bytes=usable_memory_bytes())
 
     def free_bytes(self, *, local_ranks: int) -> int:
         """Return the free memory of the GPU, torch's unused reserve included, in bytes."""

@@ -9,7 +9,6 @@ from rich.console import Console
 import sppo
 from sppo.config import load_run
 from sppo.hardware import this_machine
-from sppo.hardware.this_machine import Gpus
 from sppo.training import input_checks, start
 from sppo.training.devices import device as devices
 from sppo.training.devices.cuda_device import CudaDevice
@@ -19,7 +18,7 @@ from sppo.units import GIB
 from tests.conftest import write_run
 from tests.training.devices.test_cuda_device import place
 
-GPUS = Gpus("NVIDIA H100 80GB HBM3", 4, 80 * GIB)
+GPUS = ("NVIDIA H100 80GB HBM3", 4, 80 * GIB)
 NAMES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 SMALL = {"model": {"preset": "tiny"}, "sequence": {"length": "16Ki"}}
 
@@ -28,7 +27,7 @@ SMALL = {"model": {"preset": "tiny"}, "sequence": {"length": "16Ki"}}
 def gpus(monkeypatch):
     """A machine of four GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS.count)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS[1])
     for module in (this_machine, start, input_checks):
         monkeypatch.setattr(module, "find_gpus", lambda: GPUS)
     monkeypatch.setattr(CudaDevice, "machine", lambda self: this_machine.detect_machine())
