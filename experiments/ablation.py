@@ -18,7 +18,7 @@ from experiments import harness
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Costs, Links
@@ -106,15 +106,11 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate) -> Iterator[Row]:
     """Yield a row of MSP with priced messages, and one of MSP with free links as the bound."""
     candidate = replace(adaptive.candidate, schedule="sppo_msp")
     priced = evaluate_candidate(candidate)
-    cuts = len(priced.program.cuts) if priced.program is not None else 0
+    cuts = len(priced.program.cuts)
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
     yield "sppo + MSP", priced, note
-    free = _FreeLinks(candidate, adaptive.seconds, adaptive.placement, adaptive.memory, None)
-    yield (
-        "sppo + MSP, free links",
-        with_program(free),
-        "the bound: weights and K/V are sent for nothing",
-    )
+    free = _FreeLinks(candidate, adaptive.placement, counts_program=True)
+    yield "sppo + MSP, free links", free, "the bound: weights and K/V are sent for nothing"
 
 
 class _FreeLinks(EvaluatedCandidate):

@@ -50,7 +50,6 @@ class Candidate:
             next to the device.
         input_every: Number of layers per saved layer input.
         allow_partial: Whether the policy may treat the rows of one tensor class differently.
-        spare_bytes: Device memory that activation policies leave free for MSP shards.
         background_saves: Whether checkpoints are copied in memory and written during training.
         virtual_stages: Stages on each rank of the pipeline (v).
         kv: Placement of K and V between the forward and the backward of a stage in the looped
@@ -76,7 +75,6 @@ class Candidate:
     activation_tier: Tier | Literal["nearest"] = "nearest"
     input_every: int = 1
     allow_partial: bool = True
-    spare_bytes: int = 0
     background_saves: bool = False
     virtual_stages: int = 1
     kv: KVPlacement | None = "retained"
@@ -134,8 +132,8 @@ class Candidate:
 
     @property
     def budget_bytes(self) -> int:
-        """Device memory that the candidate may fill: usable bytes minus `spare_bytes`."""
-        return max(0, self.workload.hardware.device.usable_bytes - self.spare_bytes)
+        """Device memory that the candidate may fill."""
+        return self.workload.hardware.device.usable_bytes
 
     @property
     def num_devices(self) -> int:

@@ -26,7 +26,6 @@ from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
-from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.planning.partition import lengths_of
@@ -214,10 +213,8 @@ class ExecutionPlan:
         return ActivationPlacement(*tables)
 
     def evaluated(self) -> EvaluatedCandidate:
-        """Return the candidate with the placement and the memory of the plan."""
-        candidate = self.candidate()
-        seconds = stage_seconds(candidate)
-        return EvaluatedCandidate(candidate, seconds, self.placement(), self.rank_memory, None)
+        """Return the candidate with the placement of the plan."""
+        return EvaluatedCandidate(self.candidate(), self.placement(), counts_program=True)
 
     def program(self) -> Schedule:
         """Return the program of one step of one data-parallel replica."""

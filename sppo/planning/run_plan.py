@@ -24,8 +24,7 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.division import Division
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.executed_candidate import as_executed
+from sppo.planning.search.evaluation import as_executed, evaluate_candidate
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.planning.too_large import too_large
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES

@@ -22,9 +22,10 @@ from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import row_bytes_of, stage_seconds
+from sppo.cost.stage_cost import row_bytes_of
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import GIB
 from tests.planning.cases import A100, candidate_of_subsequences, machine, run_config
 from tests.tiers import examples
@@ -291,15 +292,12 @@ def candidates(draw):
     )
 
 
-def evaluated_by_policy(candidate, seconds):
+def evaluated_by_policy(candidate):
     """Every policy that the machine can serve, by name."""
     policies = [*POLICIES, "hybrid"]
     if candidate.workload.hardware.node.host_memory_bytes:
         policies += ["sppo", "offload_all"]
-    return {
-        policy: evaluate_candidate(replace(candidate, policy=policy), seconds=seconds)
-        for policy in policies
-    }
+    return {policy: evaluate_candidate(replace(candidate, policy=policy)) for policy in policies}
 
 
 @settings(max_examples=examples(10, all=25))
@@ -307,7 +305,7 @@ def evaluated_by_policy(candidate, seconds):
 def test_hybrid_is_never_slower_than_what_else_fits(candidate):
     """It waits and recomputes only where moving what hides does not do."""
     hardware = candidate.workload.hardware
-    found = evaluated_by_policy(candidate, stage_seconds(candidate))
+    found = evaluated_by_policy(candidate)
     hybrid = found["hybrid"]
     for one in found.values():
         if one.shortfall is not None:
@@ -333,7 +331,7 @@ def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, poli
     roomy = evaluate_candidate(replace(with_memory(candidate, 1024 * GIB), policy=policy))
     assume(roomy.shortfall is None)
     tight = with_memory(candidate, int(roomy.device_peak_bytes * (1 + share)) + 1)
-    found = evaluated_by_policy(tight, stage_seconds(tight))
+    found = evaluated_by_policy(tight)
     assert found[policy].shortfall is None
     hybrid = found.pop("hybrid")
     assert hybrid.shortfall is None
@@ -358,7 +356,7 @@ def test_no_exchange_of_rows_makes_a_step_faster(candidate, share, random):
     step_s = found.step_s
     for _ in range(5):
         exchanged = with_rows_exchanged(found.placement, random)
-        other = exchanged and evaluate_placement(found.candidate, exchanged)
+        other = exchanged and EvaluatedCandidate(found.candidate, exchanged)
         if other and other.shortfall is None:
             assert other.step_s >= step_s * (1 - 0.003)
 
@@ -400,7 +398,7 @@ def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
         degrees=Degrees(1, 2, 4),
         num_subsequences=40,
     )
-    found = evaluated_by_policy(candidate, stage_seconds(candidate))
+    found = evaluated_by_policy(candidate)
     assert found["retain"].shortfall is not None
     assert found["sppo"].shortfall is None
     assert found["hybrid"].shortfall is None

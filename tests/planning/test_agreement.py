@@ -13,9 +13,9 @@ from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.estimate import estimate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.run_plan import executed_candidate
-from sppo.planning.search import evaluated_candidate, evaluation
-from sppo.planning.search.division import WORTH_IT
+from sppo.planning.search import evaluated_candidate
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import WORTH_IT
 from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.orders.names import WHOLE_SEQUENCES
 from sppo.schedule.simulation.simulate import simulate
@@ -120,20 +120,17 @@ def as_recommended(run: RunConfig, best: EvaluatedCandidate) -> RunConfig:
 def work(monkeypatch) -> Counter[str]:
     """What searches have done since this was cleared: placements evaluated, units simulated."""
     done: Counter[str] = Counter()
-    evaluate, play = (
-        evaluation._with_memory,
-        evaluated_candidate.simulate_step,
-    )
+    evaluate, play = evaluated_candidate.with_placement, evaluated_candidate.simulate_step
 
-    def with_memory(*candidate, **options):
+    def with_placement(*states, **options):
         done["evaluated"] += 1
-        return evaluate(*candidate, **options)
+        return evaluate(*states, **options)
 
     def simulate_step(schedule, *, costs):
         done["played"] += costs.forward_s.size
         return play(schedule, costs=costs)
 
-    monkeypatch.setattr(evaluation, "_with_memory", with_memory)
+    monkeypatch.setattr(evaluated_candidate, "with_placement", with_placement)
     monkeypatch.setattr(evaluated_candidate, "simulate_step", simulate_step)
     return done
 

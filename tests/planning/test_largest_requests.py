@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sppo.cost.candidate import Candidate
 from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.search import evaluated_candidate, evaluation
+from sppo.planning.search import evaluated_candidate
 from sppo.planning.search.choices import CUT_UNIT
 from sppo.planning.search.solver import solve
 from tests.make import make_run
@@ -36,20 +35,23 @@ def units(monkeypatch) -> list[int]:
     """Return a list to which each evaluation, simulation and program adds its units."""
     done: list[int] = []
 
-    def counting(function, times=1):
-        def counted(first, *others, **options):
-            candidate = first.candidate if hasattr(first, "candidate") else first
-            if hasattr(candidate, "num_stages") and hasattr(candidate, "lengths"):
-                sequences = candidate.sequences if isinstance(candidate, Candidate) else 1
-                done.append(candidate.num_stages * len(candidate.lengths) * sequences * times)
-            return function(first, *others, **options)
+    def counting(function, times):
+        def counted(memory, *, candidate, **options):
+            units = candidate.num_stages * len(candidate.lengths) * candidate.sequences
+            done.append(units * times)
+            return function(memory, candidate=candidate, **options)
 
         return counted
 
-    monkeypatch.setattr(evaluation, "_with_memory", counting(evaluation._with_memory))
-    monkeypatch.setattr(evaluation, "with_program", counting(evaluation.with_program, CUT_UNIT))
+    def simulate_step(program, *, costs):
+        done.append(costs.forward_s.size)
+        return simulate(program, costs=costs)
+
     simulate = evaluated_candidate.simulate_step
-    monkeypatch.setattr(evaluated_candidate, "simulate_step", counting(simulate))
+    monkeypatch.setattr(evaluated_candidate, "simulate_step", simulate_step)
+    for name, times in (("with_placement", 1), ("with_msp", CUT_UNIT)):
+        function = getattr(evaluated_candidate, name)
+        monkeypatch.setattr(evaluated_candidate, name, counting(function, times))
     return done
 
 

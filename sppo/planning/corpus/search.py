@@ -27,7 +27,7 @@ from sppo.planning.search.candidates import candidates_of_degrees
 from sppo.planning.search.choices import Degrees, degrees_to_try
 from sppo.planning.search.division import Rejection, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.executed_candidate import as_executed
+from sppo.planning.search.evaluation import as_executed
 from sppo.planning.search.shortfall import Shortfall
 
 RUNNERS_UP = 3

@@ -42,7 +42,7 @@ from sppo.cost.stage_cost import (
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.search.bounds import memory_without_activations
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.schedule.costs import Table
 
@@ -357,7 +357,7 @@ class LevelChoice:
             np.stack([getattr(placement, name) for placement in self.placements])[at]
             for name in ("retained", "offloaded", "recomputed")
         )
-        return evaluate_placement(self.candidate, ActivationPlacement(*tables))
+        return EvaluatedCandidate(self.candidate, ActivationPlacement(*tables))
 
     def paced(self, level: int) -> LevelChoice:
         """Return the choice with ranks paced so that units fit if all have the same level."""

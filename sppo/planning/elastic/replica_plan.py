@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sppo.cost.layer import UNCORRECTED, CostCorrection
-from sppo.cost.stage_cost import stage_seconds
 from sppo.planning.elastic.step_correction import NO_CORRECTION, StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 from sppo.planning.make_plan import compute_seconds
@@ -103,7 +102,7 @@ def _priced(evaluated: EvaluatedCandidate, correction: CostCorrection) -> Evalua
     if workload.correction == correction:
         return evaluated
     candidate = replace(evaluated.candidate, workload=replace(workload, correction=correction))
-    return replace(evaluated, candidate=candidate, seconds=stage_seconds(candidate))
+    return replace(evaluated, candidate=candidate)
 
 
 def _actions_s(evaluated: EvaluatedCandidate) -> float:

@@ -29,9 +29,8 @@ from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import stage_plans
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
-from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.evaluation import WORTH_IT, evaluate_candidate
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES
 from sppo.schedule.schedule import Schedule
 

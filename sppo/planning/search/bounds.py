@@ -11,7 +11,7 @@ from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.stage_cost import stage_seconds
-from sppo.planning.search.candidate_checks import kv_choices
+from sppo.planning.search.kv_choices import kv_choices
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
@@ -44,14 +44,17 @@ def may_fit(candidate: Candidate) -> bool:
 
 def least_shortfall(candidate: Candidate) -> Shortfall | None:
     """Return a lower bound of what a candidate lacks under every placement; None if it may fit."""
-    if candidate.kv is None:
-        lacking = []
-        for kv in kv_choices(candidate):
-            shortfall = least_shortfall(replace(candidate, kv=kv))
-            if shortfall is None:
-                return None
-            lacking.append(shortfall)
-        return min(lacking, key=lambda shortfall: shortfall.short_bytes)
+    lacking = []
+    for choice in kv_choices(candidate):
+        shortfall = _least_shortfall(choice)
+        if shortfall is None:
+            return None
+        lacking.append(shortfall)
+    return min(lacking, key=lambda shortfall: shortfall.short_bytes)
+
+
+def _least_shortfall(candidate: Candidate) -> Shortfall | None:
+    """Return a lower bound of what a candidate with a given placement of K and V lacks."""
     if candidate.schedule == "sppo_msp":
         # A program that cuts units runs one sequence after another.
         candidate = replace(candidate, sequences=1)

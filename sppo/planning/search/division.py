@@ -7,7 +7,7 @@ candidates are evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -23,14 +23,9 @@ from sppo.planning.search.candidates import (
 )
 from sppo.planning.search.choices import Degrees, degrees_to_try, exceeds_sweet_spot, uses_msp
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.evaluation import WORTH_IT, evaluate_candidate
 from sppo.planning.search.shortfall import Shortfall
 from sppo.schedule.orders.names import LOOPED
-
-WORTH_IT = 0.99
-"""Fraction of the step time at or below which several stages on a rank, longer subsequences than
-usual, or another schedule, are preferred. Predictions are not exact enough for smaller gains to
-count, and simpler programs are better to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +145,10 @@ class Division:
                         best, most_s = found, last_s
         return best
 
-    def _of_schedule(self, schedule: str, virtual_stages: int, plain: Candidate) -> list[Candidate]:
-        """Return candidates with another schedule than the plain order, by N, descending.
+    def _of_schedule(
+        self, schedule: str, virtual_stages: int, plain: Candidate
+    ) -> Iterator[Candidate]:
+        """Yield candidates with another schedule than the plain order, with fewer and fewer N.
 
         With smaller bubbles, fewer subsequences may be faster than in the plain order. More may be
         if K and V leave the device there, which other schedules retain.
@@ -161,12 +158,12 @@ class Division:
         if plain.kv != "retained":
             few = [one for one in self._few if one.virtual_stages == virtual_stages]
             most = max(most, len(min(few, key=least_seconds, default=plain).lengths))
-        near = {
-            min(alike, key=lambda one: abs(len(one.lengths) - (most >> turn))): None
-            for turn in range(most.bit_length() if alike else 0)
-        }
-        found = (with_schedule(self._run, one, schedule) for one in near)
-        return [one for one in found if one is not None and may_fit(one)]
+        for turn in range(most.bit_length() if alike else 0):
+            near = min(alike, key=lambda one: abs(len(one.lengths) - (most >> turn)))
+            other = with_schedule(self._run, near, schedule)
+            if other is None or not may_fit(other):
+                return
+            yield other
 
     def _fastest(
         self,

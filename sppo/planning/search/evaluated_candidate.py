@@ -1,17 +1,18 @@
-"""Candidate with its placement and memory; costs and times of its step follow from these."""
+"""Candidate with a placement; memory, costs and times of its step follow from these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
+from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.program_memory import holds_messages, with_messages_held, with_msp
 from sppo.cost.memory.stage_memory import StageMemory, most_tier_bytes, node_host_bytes
-from sppo.cost.stage_cost import StageSeconds, stage_costs
+from sppo.cost.stage_cost import StageSeconds, stage_costs, stage_seconds
 from sppo.cost.step_time import StepTime, step_times
+from sppo.planning.search.bounds import memory_without_activations
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.costs import Costs
@@ -25,43 +26,84 @@ _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 """Memory buckets that a simulation tracks over time; the others are constant during a step."""
 
 
+@lru_cache(maxsize=8)
+def seconds_of(candidate: Candidate) -> StageSeconds:
+    """Return the seconds of a candidate's units, with everything retained; cached."""
+    return stage_seconds(candidate)
+
+
 @dataclass(frozen=True, eq=False)
 class EvaluatedCandidate:
-    """Candidate with its placement and memory, and the costs and times of its step.
+    """Candidate with a placement, and the memory, costs and times of its step.
 
-    Costs and times are computed when they are first asked for.
+    These are computed when they are first asked for.
 
     Attributes:
         candidate: The candidate.
-        seconds: Seconds of the candidate's units, with everything retained.
         placement: Placement of the saved tensors.
-        memory: Memory of one device of each pipeline rank.
-        shortfall: Memory that the candidate lacks; None if it fits.
-        program: Program without messages, made for MSP, whose memory depends on it; None otherwise.
+        counts_program: Whether its memory is counted from its program, which takes long to make:
+            with units that are cut (MSP), and with all messages that wait on a CPU. If not, ranks
+            are taken to run their own units whole, beside the messages of the running unit.
     """
 
     candidate: Candidate
-    seconds: StageSeconds
     placement: ActivationPlacement
-    memory: tuple[StageMemory, ...]
-    shortfall: Shortfall | None
-    program: Schedule | None = None
+    counts_program: bool = False
 
     @cached_property
     def costs(self) -> Costs:
         """Cost tables of the step, for the simulator."""
-        return stage_costs(self.candidate, seconds=self.seconds, placement=self.placement)
+        candidate = self.candidate
+        return stage_costs(candidate, seconds=seconds_of(candidate), placement=self.placement)
 
     @cached_property
     def time(self) -> StepTime:
-        """Time of the step, in closed form."""
-        return closed_forms(self.candidate, [self.costs])[0]
+        """Time of the step, in closed form.
+
+        An interleaved schedule with several stages on a rank counts as looped: it takes as long for
+        one group of sequences, and overlaps several groups.
+        """
+        candidate = self.candidate
+        is_looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
+        ranks = candidate.pipeline_parallel_degree if is_looped else None
+        (found,) = step_times([self.costs], num_sequences=candidate.sequences, looped_ranks=ranks)
+        return found
+
+    @cached_property
+    def program(self) -> Schedule:
+        """Program of the step, without messages."""
+        return self.candidate.program(self.costs, messages=False)
+
+    def executed_program(self) -> Schedule:
+        """Return the program of the step, with messages."""
+        return with_messages(self.program, costs=self.costs)
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Memory of one device of each pipeline rank."""
+        candidate, placement = self.candidate, self.placement
+        states = memory_without_activations(candidate)
+        memory = with_placement(states, candidate=candidate, placement=placement)
+        if self.counts_program and candidate.schedule == "sppo_msp":
+            memory = with_msp(
+                memory, candidate=candidate, placement=placement, schedule=self.program
+            )
+        if self.counts_program and holds_messages(candidate):
+            program = self.executed_program()
+            memory = with_messages_held(
+                memory, candidate=candidate, placement=placement, schedule=program
+            )
+        return memory
+
+    @cached_property
+    def shortfall(self) -> Shortfall | None:
+        """Memory that the candidate lacks; None if it fits."""
+        return find_shortfall(self.candidate, self.memory)
 
     @cached_property
     def simulated(self) -> SimulatedStep:
         """Simulated step."""
-        program = self.program or self.candidate.program(self.costs, messages=False)
-        return simulate_step(program, costs=self.costs)
+        return simulate_step(self.program, costs=self.costs)
 
     @property
     def step_s(self) -> float:
@@ -79,12 +121,6 @@ class EvaluatedCandidate:
     def degrees(self) -> Degrees:
         """Degrees of parallelism of the candidate."""
         return Degrees.of_candidate(self.candidate)
-
-    def executed_program(self) -> Schedule:
-        """Return the program of the step, with messages."""
-        if self.program is None:
-            return self.candidate.program(self.costs)
-        return with_messages(self.program, costs=self.costs)
 
     def case(self) -> tuple[Schedule, Costs]:
         """Return the program of the step, with its costs."""
@@ -146,51 +182,3 @@ class EvaluatedCandidate:
         if self.placement.offloaded.any() or self.placement.recomputed.any():
             return self.candidate.policy
         return "retain"
-
-
-def closed_forms(candidate: Candidate, costs: Sequence[Costs]) -> list[StepTime]:
-    """Return the times of a candidate's step with several cost tables, in closed form.
-
-    An interleaved schedule with several stages on a rank counts as looped: it takes as long for one
-    group of sequences, and overlaps several groups.
-    """
-    is_looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
-    return step_times(
-        costs,
-        num_sequences=candidate.sequences,
-        looped_ranks=candidate.pipeline_parallel_degree if is_looped else None,
-    )
-
-
-def with_program(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return an evaluated candidate with its memory under its program, which cuts units (MSP).
-
-    Args:
-        evaluated: Evaluated candidate, with the memory of ranks that run their own units whole.
-    """
-    candidate = evaluated.candidate
-    program = candidate.program(evaluated.costs, messages=False)
-    memory = with_msp(
-        evaluated.memory, candidate=candidate, placement=evaluated.placement, schedule=program
-    )
-    return replace(
-        evaluated, memory=memory, shortfall=find_shortfall(candidate, memory), program=program
-    )
-
-
-def with_executed_program(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return an evaluated candidate with its memory under the program that is executed.
-
-    Until then the memory includes the messages of the running unit, whatever the order of messages;
-    the program may hold more of them, or fewer.
-    """
-    candidate = evaluated.candidate
-    if not holds_messages(candidate):
-        return evaluated
-    memory = with_messages_held(
-        evaluated.memory,
-        candidate=candidate,
-        placement=evaluated.placement,
-        schedule=evaluated.executed_program(),
-    )
-    return replace(evaluated, memory=memory, shortfall=find_shortfall(candidate, memory))

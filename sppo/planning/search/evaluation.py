@@ -1,160 +1,209 @@
-"""Evaluation of a candidate: placement of activations, step time, memory, and whether it fits."""
+"""Evaluation of a candidate: the fastest placement of K and V and of its activations that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from sppo.activations.hybrid import choices, least_memory
 from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.policy import POLICIES, decide, decide_ratio
+from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.copy_room import with_placement
-from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.program_memory import holds_messages
 from sppo.cost.memory.walk import walk_of
-from sppo.cost.stage_cost import StageSeconds, stage_seconds
 from sppo.planning.search.bounds import may_fit, memory_without_activations
-from sppo.planning.search.candidate_checks import (
-    check_inputs_retained,
-    check_kv,
-    kv_choices,
-    kv_mixes,
-)
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
-from sppo.planning.search.placement_choice import place
-from sppo.planning.search.policy_inputs import policy_inputs
-from sppo.planning.search.shortfall import find_shortfall
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, seconds_of
+from sppo.planning.search.kv_choices import check_kv, kv_choices
+from sppo.planning.search.policy_inputs import policy_inputs, tier_room_bytes
+from sppo.schedule.costs import Table
 
-_ATTEMPTS = 3
-"""Most programs of a candidate that are made, each with less memory for activations."""
+WORTH_IT = 0.99
+"""Fraction of the step time at or below which a choice is taken that costs something else: several
+stages on a rank, longer subsequences than usual, another schedule, or host memory. Predictions are
+not exact enough for smaller gains to count, and simpler programs are better to run."""
+_ATTEMPTS = 8
+"""Most times that activations are placed, each time with as much less room as they lacked."""
+_BISECTIONS = 3
+"""Number of limits tried: the host memory is the least to an eighth of what the fastest takes."""
 
 
-def evaluate_candidate(
-    candidate: Candidate, *, seconds: StageSeconds | None = None
-) -> EvaluatedCandidate:
-    """Place the activations of a candidate, price it, and find out whether it fits.
+def evaluate_candidate(candidate: Candidate, *, counts_program: bool = False) -> EvaluatedCandidate:
+    """Place the activations of a candidate, and find out whether it fits.
+
+    If the placement of K and V is open, the fastest that fits is taken of retaining and offloading;
+    recomputing on all or some stages only if neither fits. If nothing fits, the first placement
+    that lacks least memory is returned.
 
     Args:
         candidate: Candidate to evaluate.
-        seconds: Seconds of the candidate's units, with everything retained; None to compute them.
+        counts_program: Whether what it holds is counted from its program. It always is under MSP.
 
     Raises:
         ValueError: There are more stages than layers, or the machine does not support the policy,
             or the placement of K and V.
     """
-    seconds = seconds or stage_seconds(candidate)
-    if candidate.kv is None:
-        return _with_best_kv(candidate, seconds=seconds)
-    check_kv(candidate)
-    found = _with_whole_units(candidate, seconds=seconds)
-    check_inputs_retained(candidate, found.placement)
-    if candidate.schedule != "sppo_msp":
-        return found
-    return fitted_to_program(
-        found,
-        with_program=with_program,
-        evaluate=lambda less: _with_whole_units(less, seconds=seconds),
-    )
-
-
-def _with_whole_units(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
-    """Place the activations of a candidate whose ranks run their own units whole."""
-    states = memory_without_activations(candidate)
-    inputs = policy_inputs(
-        candidate,
-        seconds=seconds,
-        in_flight=_most_tokens_in_flight(candidate),
-        states=states,
-    )
-    evaluate = partial(_with_memory, candidate, seconds, states=states)
-    return place(candidate, seconds=seconds, inputs=inputs, evaluate=evaluate)
-
-
-def fitted_to_program(
-    evaluated: EvaluatedCandidate,
-    *,
-    with_program: Callable[[EvaluatedCandidate], EvaluatedCandidate],
-    evaluate: Callable[[Candidate], EvaluatedCandidate],
-) -> EvaluatedCandidate:
-    """Return a candidate with the memory of its program, evaluated again while it does not fit.
-
-    Only a program shows what is held at once where units are cut, or messages wait. Each time the
-    candidate has as much less memory for its activations. If it never fits, it is returned with
-    what it lacks.
-
-    Args:
-        evaluated: Candidate with its memory without a program.
-        with_program: Function that returns it with the memory of its program.
-        evaluate: Function that evaluates the candidate with less memory, without a program.
-    """
-    candidate = evaluated.candidate
-    spare = candidate.spare_bytes
-    for _ in range(_ATTEMPTS):
-        found = with_program(evaluated)
-        if found.shortfall is None or evaluated.shortfall is not None:
-            break
-        added = max(
-            after.device.total_bytes - without.device.total_bytes
-            for without, after in zip(evaluated.memory, found.memory, strict=True)
-        )
-        more = found.shortfall.short_bytes * 5 // 4
-        spare = max(spare + more, candidate.spare_bytes + added)
-        evaluated = replace(evaluate(replace(candidate, spare_bytes=spare)), candidate=candidate)
-    return found
-
-
-def _with_best_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
-    """Evaluate a candidate with the placements of K and V; return the fastest that fits.
-
-    Retaining and offloading are tried first, recomputing only if neither fits, and recomputing on
-    some stages only if nothing else fits. If no placement can fit, offloading is evaluated, or
-    recomputing without a tier: these need less memory than retaining. If none fits, the first that
-    lacks least memory is returned.
-    """
-    choices = [replace(candidate, kv=kv) for kv in kv_choices(candidate)]
+    cuts = candidate.schedule == "sppo_msp"
+    evaluate = partial(_placed, counts_program=counts_program or cuts)
     found: list[EvaluatedCandidate] = []
-    for choice in [one for one in choices if may_fit(one)] or choices[1:2] or choices:
-        if choice.kv == "recomputed" and any(one.shortfall is None for one in found):
+    for choice in filter(may_fit, kv_choices(candidate)):
+        recomputes = "recomputed" in choice.kv_of_stages
+        if recomputes and any(one.shortfall is None for one in found):
             break
-        found.append(evaluate_candidate(choice, seconds=seconds))
-    if all(one.shortfall is not None for one in found):
-        states = memory_without_activations(replace(candidate, kv="offloaded"))
-        mixes = filter(may_fit, kv_mixes(candidate, states))
-        found += [evaluate_candidate(mixed, seconds=seconds) for mixed in mixes]
+        found.append(evaluate(choice))
+    # Retaining needs more memory than the second choice.
+    found = found or [evaluate(choice) for choice in [*kv_choices(candidate)][:2][-1:]]
     fitting = [one for one in found if one.shortfall is None]
     if len(fitting) > 1:
         return min(fitting, key=lambda one: one.time.step_s)
     return fitting[0] if fitting else min(found, key=lambda one: one.short_bytes)
 
 
-def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> EvaluatedCandidate:
-    """Evaluate a candidate with a given placement, ignoring its activation policy.
+def as_executed(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return a candidate that fits as it is executed.
+
+    Its activations take less host memory if that costs up to 1 % of the step, and messages that
+    wait on a CPU count. A candidate that does not fit is returned unchanged.
+    """
+    if evaluated.shortfall is not None:
+        return evaluated
+    if holds_messages(evaluated.candidate):
+        return evaluate_candidate(evaluated.candidate, counts_program=True)
+    return with_less_host_memory(evaluated)
+
+
+def with_less_host_memory(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return a candidate with activations placed in less host memory if that costs up to 1 %.
+
+    Of placements that offload, the fastest fill the tier, the last half of it for a gain smaller
+    than predictions are exact. Closed forms are compared; the step is simulated once more.
 
     Args:
-        candidate: Candidate to evaluate.
-        placement: Placement of the activations of the candidate's stages and subsequences.
+        evaluated: Candidate that fits. Returned unchanged if it puts no activations in host memory,
+            if the run fixes what is offloaded, or if units are cut (MSP), which takes long.
     """
-    found = _with_memory(
+    candidate = evaluated.candidate
+    in_host = candidate.tier == "host" and evaluated.placement.offloads_anything
+    if not (_is_free(candidate) and in_host) or candidate.schedule == "sppo_msp":
+        return evaluated
+    found, most_s = evaluated, evaluated.time.step_s / WORTH_IT
+    least, most = 0, evaluated.host_peak_bytes
+    for _ in range(_BISECTIONS):
+        middle = (least + most) // 2
+        limited = evaluate_candidate(_limited(candidate, middle))
+        if limited.shortfall is None and limited.time.step_s <= most_s:
+            found, most = replace(limited, candidate=candidate), middle
+        else:
+            least = middle
+    return found if found.step_s <= evaluated.step_s / WORTH_IT else evaluated
+
+
+def _limited(candidate: Candidate, host_bytes: int) -> Candidate:
+    """Return a candidate on a machine with `host_bytes` of host memory for each device."""
+    workload = candidate.workload
+    hardware = workload.hardware
+    node = replace(hardware.node, host_memory_bytes=host_bytes * hardware.node.num_devices)
+    return replace(candidate, workload=replace(workload, hardware=replace(hardware, node=node)))
+
+
+def _placed(candidate: Candidate, *, counts_program: bool) -> EvaluatedCandidate:
+    """Return a candidate with the fastest placement that fits; if none does, with the nearest.
+
+    Working sets, and the moment at which a rank holds most, depend on the placement. So the policy
+    decides as if the device had room for everything, and again as long as its placement does not
+    fit, with as much less room as it lacked. If that is not enough, because the policy frees memory
+    at other moments than the fullest, the room decreases faster and faster.
+
+    Backward joins parts of tensors, and with layers that share an input it joins those of all at
+    once. So where tensors are recomputed, placements that treat all subsequences alike may fit and
+    be faster: they are compared.
+    """
+    check_kv(candidate)
+    evaluated = partial(EvaluatedCandidate, candidate)
+    inputs = policy_inputs(
         candidate,
-        stage_seconds(candidate),
-        placement,
+        seconds=seconds_of(candidate),
+        in_flight=_most_tokens_in_flight(candidate),
         states=memory_without_activations(candidate),
     )
-    return with_program(found) if candidate.schedule == "sppo_msp" else found
+    if not _is_free(candidate):
+        return evaluated(_fixed_placement(candidate, inputs), counts_program)
+    compared: list[EvaluatedCandidate] = []
+    for attempt in range(_ATTEMPTS):
+        placed = [evaluated(one) for one in choices(inputs)]
+        if not placed:
+            break
+        found = placed[0] if len(placed) == 1 else min(placed, key=lambda one: one.time.step_s)
+        if counts_program and found.shortfall is None:
+            found = evaluated(found.placement, counts_program)
+        if found.shortfall is None:
+            if counts_program or not found.placement.recomputed.any():
+                return found
+            compared.append(found)
+            break
+        inputs = _with_less_room(inputs, found, times=2 ** max(0, attempt - 2))
+    most_s = compared[0].time.step_s if compared else np.inf
+    uniform = map(evaluated, _uniform(candidate, inputs))
+    compared += [one for one in uniform if one.time.step_s < most_s]
+    best = min(compared, key=lambda one: (one.short_bytes, one.time.step_s))
+    return evaluated(best.placement, counts_program) if counts_program else best
 
 
-def _with_memory(
-    candidate: Candidate,
-    seconds: StageSeconds,
-    placement: ActivationPlacement,
-    *,
-    states: tuple[StageMemory, ...],
-) -> EvaluatedCandidate:
-    """Return a candidate with a placement, and its memory if ranks run their own units whole."""
-    memory = with_placement(states, candidate=candidate, placement=placement)
-    shortfall = find_shortfall(candidate, memory)
-    return EvaluatedCandidate(candidate, seconds, placement, memory, shortfall)
+def _is_free(candidate: Candidate) -> bool:
+    """Return whether the policy chooses what is offloaded and recomputed."""
+    return candidate.policy == "hybrid" and candidate.offload_ratio is None
+
+
+def _fixed_placement(candidate: Candidate, inputs: PolicyInputs) -> ActivationPlacement:
+    """Return the placement of a policy that has no choice."""
+    policy, ratio = candidate.policy, candidate.offload_ratio
+    if ratio is None:
+        return decide(policy, inputs)
+    if ratio > 0 and policy in POLICIES:
+        raise ValueError(
+            f"activations.offload_ratio {ratio:g} with activations.policy {policy!r}, which "
+            "offloads nothing: leave one of the two keys out"
+        )
+    return decide_ratio(inputs, ratio=ratio)
+
+
+def _uniform(candidate: Candidate, inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
+    """Yield the placement of least memory, and those that treat all subsequences alike.
+
+    Which of them needs least memory is not known in advance, because copies take some themselves.
+    """
+    yield least_memory(inputs)
+    yield decide("recompute", inputs)
+    yield decide("keep_attention", inputs)
+    if inputs.copy_bytes_per_s > 0 and not candidate.kv_recomputed:
+        yield decide("offload_all", inputs)
+
+
+def _with_less_room(inputs: PolicyInputs, found: EvaluatedCandidate, *, times: int) -> PolicyInputs:
+    """Return the inputs with less memory on each rank: `times` as much less as it lacked.
+
+    A rank whose units are cut lacks memory for shards of other ranks, too: then all have less.
+    """
+    budget = found.candidate.budget_bytes
+    lacks = np.array([float(rank.device.total_bytes) - budget for rank in found.memory])
+    if found.counts_program:
+        lacks[:] = lacks.max()
+    lacks_tier = -tier_room_bytes(found.candidate, found.memory)
+    needed, in_tier = inputs.needed(found.placement), inputs.needed_in_tier(found.placement)
+    return replace(
+        inputs,
+        device_bytes=_less(inputs.device_bytes, needed, times * lacks),
+        tier_bytes=_less(inputs.tier_bytes, in_tier, times * lacks_tier),
+    )
+
+
+def _less(room: Table, needed: Table, lacks: Table) -> Table:
+    """Return the room, and where bytes are lacking at most what was needed without these."""
+    less: Table = np.maximum(0.0, np.minimum(room, needed - lacks))
+    return np.where(lacks > 0, less, room)
 
 
 def _most_tokens_in_flight(candidate: Candidate) -> Counts:

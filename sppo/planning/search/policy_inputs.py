@@ -27,7 +27,7 @@ def policy_inputs(
     """Return the inputs of a candidate's activation policy.
 
     The device has room for everything: callers give the policy less room while its placement does
-    not fit (:func:`sppo.planning.search.placement_choice.place`).
+    not fit (:func:`sppo.planning.search.evaluation.evaluate_candidate`).
 
     Args:
         candidate: Candidate whose activations are placed.

@@ -14,9 +14,9 @@ from math import inf
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.division import WORTH_IT, Division, Rejection, divide, rejection_of
+from sppo.planning.search.division import Division, Rejection, divide, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.executed_candidate import as_executed
+from sppo.planning.search.evaluation import WORTH_IT, as_executed
 from sppo.planning.search.state_choices import runs_by_tiers
 
 RUNNERS_UP = 3

@@ -8,9 +8,7 @@ import pytest
 
 from sppo.planning.search import solver
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.division import WORTH_IT
-from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.executed_candidate import with_less_host_memory
+from sppo.planning.search.evaluation import WORTH_IT, evaluate_candidate, with_less_host_memory
 from sppo.units import GIB
 from tests.planning.cases import candidate_of_subsequences, machine, run_config
 
