@@ -179,31 +179,6 @@ def test_matrix_products_of_a_step_are_the_flops_that_ran(name, policy):
     assert step_seconds(model, perfect(), policy=policy) == pytest.approx(flops / RATE)
 
 
-def test_a_step_is_the_sum_of_its_parts():
-    model = model_of("llama")
-    parts = [perfect(gemm=1e9), perfect(gemm=1e30, elementwise=1e8)]
-    parts.append(perfect(gemm=1e30, attention=1e9))
-    together = perfect(gemm=1e9, elementwise=1e8, attention=1e9)
-    seconds = [step_seconds(model, machine, policy="retain") for machine in parts]
-    assert min(seconds) > 0
-    assert step_seconds(model, together, policy="retain") == pytest.approx(sum(seconds))
-
-
-def test_a_kernel_that_is_slow_slows_only_its_work():
-    model = model_of("qwen3")
-    machine = perfect()
-    points = tuple(
-        replace(point, bytes_per_s=1e6) if point.kernel == "swiglu_backward" else point
-        for point in machine.device.elementwise_points
-    )
-    slow = replace(machine, device=replace(machine.device, elementwise_points=points))
-    more = step_seconds(model, slow, policy="retain") - step_seconds(
-        model, machine, policy="retain"
-    )
-    offloaded = 6 * 4 * model.mlp_size * model.num_layers * CUTS[-1]
-    assert more == pytest.approx(offloaded / 1e6)
-
-
 def test_a_gpu_keeps_saved_tensors_in_place():
     """So recomputing saves it no copies, and forward has none."""
     model = model_of("llama")

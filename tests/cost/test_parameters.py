@@ -1,10 +1,8 @@
-from math import prod
-
 import pytest
 
 from sppo.config import PRESETS
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import is_decayed, layer_shapes, num_parameters, parameter_shapes
+from sppo.cost.parameters import is_decayed, num_parameters, parameter_shapes
 
 # Tied weights count once.
 PUBLISHED = {
@@ -28,51 +26,6 @@ def preset(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name):
     assert num_parameters(preset(name)) == PUBLISHED[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "rough"), [("gpt-7b", 6.44e9), ("gpt-13b", 12.6e9), ("gpt-65b", 64.4e9)]
-)
-def test_the_paper_s_shapes(name, rough):
-    """12 L E^2 in the layers; positions and vocabulary come on top."""
-    model = preset(name)
-    layers = model.num_layers * sum(prod(shape) for shape in layer_shapes(model).values())
-    assert layers == pytest.approx(rough, rel=0.005)
-
-
-def test_names_and_shapes_of_a_small_model():
-    model = ModelConfig.model_validate(
-        {
-            "vocab_size": 11,
-            "hidden_size": 6,
-            "num_layers": 1,
-            "num_heads": 3,
-            "num_kv_heads": 1,
-            "head_size": 4,
-            "mlp_size": 10,
-            "qkv_bias": True,
-            "qk_norm": True,
-        }
-    )
-    assert parameter_shapes(model) == {
-        "embed.weight": (11, 6),
-        "layers.0.attention_norm.weight": (6,),
-        "layers.0.q.weight": (12, 6),
-        "layers.0.q.bias": (12,),
-        "layers.0.k.weight": (4, 6),
-        "layers.0.k.bias": (4,),
-        "layers.0.v.weight": (4, 6),
-        "layers.0.v.bias": (4,),
-        "layers.0.q_norm.weight": (4,),
-        "layers.0.k_norm.weight": (4,),
-        "layers.0.o.weight": (6, 12),
-        "layers.0.mlp_norm.weight": (6,),
-        "layers.0.gate.weight": (10, 6),
-        "layers.0.up.weight": (10, 6),
-        "layers.0.down.weight": (6, 10),
-        "final_norm.weight": (6,),
-        "head.weight": (11, 6),
-    }
 
 
 def test_matrices_decay_and_nothing_else():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from sppo.activations.policy import saved_bytes_per_token
-from sppo.config import load_run
 from sppo.cost.candidate import Candidate, layers_of_stages, of_ranks
 from sppo.cost.flops import (
     BACKWARD_RATIO,
@@ -27,10 +26,7 @@ from sppo.cost.sharding.weight_parts import device_parameters
 from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
-from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.run_plan import executed_candidate
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
 
 MODEL = run_config("llama-3.2-1b").model
@@ -147,15 +143,6 @@ def test_every_parameter_has_one_stage():
         layers_of_stages(4, num_stages=5)
 
 
-def test_short_subsequences_run_less_efficiently():
-    whole, shreds = (
-        price(way(hardware=A100, lengths=lengths)) for lengths in ((8192,), (64,) * 128)
-    )
-    assert shreds.forward_s.sum() > 2 * whole.forward_s.sum()
-    assert shreds.backward_s.sum() > 1.5 * whole.backward_s.sum()
-    assert shreds.weight_s.sum() > 2 * whole.weight_s.sum()
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
     """8 bytes a weight and subsequence: no half-precision product goes through memory."""
@@ -248,54 +235,3 @@ def test_a_tier_that_is_not_there_copies_nothing():
     assert price(way(hardware=disk)).copies.d2h_bytes_per_s == disk.node.disk_write_bytes_per_s
     four = machine(disk, num_devices=4)
     assert price(way(hardware=four)).copies.h2d_bytes_per_s * 4 == disk.node.disk_read_bytes_per_s
-
-
-def simulated_case(run, **schedule):
-    """The run on the machine it names."""
-    return executed_candidate(run, hardware=hardware_for(run.hardware), **schedule).case()
-
-
-def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
-    def peak_and_step(**activations):
-        raw = run_config(
-            "llama-3.2-1b",
-            sequence={"num_subsequences": 8},
-            parallel={"pipeline_parallel_degree": 2},
-        )
-        retained = raw.model_copy(
-            update={"activations": raw.activations.model_copy(update=activations)}
-        )
-        schedule, costs = simulated_case(retained)
-        timeline = simulate(schedule, costs=costs)
-        peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
-        return peak, timeline.makespan_s
-
-    retained, adaptive = peak_and_step(policy="retain"), peak_and_step(policy="sppo")
-    everything = peak_and_step(policy="offload_all")
-    half = peak_and_step(policy="sppo", offload_ratio=0.5)
-    assert adaptive[0] < retained[0]
-    assert adaptive[1] < 1.05 * retained[1]
-    assert everything[1] > adaptive[1]
-    assert retained[0] > half[0]
-
-
-def test_a_run_is_cut_and_replicated_as_it_says():
-    run = run_config(
-        "llama-3.2-1b",
-        sequence={"num_subsequences": 8},
-        parallel={"pipeline_parallel_degree": 2},
-        train={"sequences_per_step": 2},
-    )
-    schedule, _ = simulated_case(run, schedule="1f1b")
-    assert schedule.lengths == ((65536,), (65536,))
-    four, _ = simulated_case(load_run(run, "sequence.num_subsequences=4"))
-    assert [len(parts) for parts in four.lengths] == [4, 4]
-    assert four.lengths[0][0] > four.lengths[0][-1]
-    both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}
-    cut = run.parallel.model_copy(update=both)
-    schedule, costs = simulated_case(run.model_copy(update={"parallel": cut}))
-    assert (schedule.name, schedule.num_sequences) == ("sppo_msp", 1)
-    assert (costs.reduce_s > 0).all()
-    uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
-    with pytest.raises(ValueError, match="must be a multiple of the replicas"):
-        simulated_case(run.model_copy(update={"parallel": uneven}))

@@ -55,13 +55,6 @@ def played(costs, *, sequences=1):
 
 
 @settings(max_examples=examples(25, all=60))
-@given(shapes, seeds, links)
-def test_one_sequence_takes_what_the_simulator_says(shape, seed, wires):
-    costs = random_costs(shape, seed=seed, wires=wires)
-    assert step_time(costs, num_sequences=1).step_s == pytest.approx(played(costs), rel=1e-9)
-
-
-@settings(max_examples=examples(25, all=60))
 @given(shapes, seeds, st.integers(2, 4))
 def test_several_sequences_take_at_least_as_long(shape, seed, sequences):
     costs = random_costs(shape, seed=seed, sequences=sequences, spread=0.3)
@@ -133,86 +126,34 @@ def test_the_update_waits_for_the_slowest_stage_only_where_that_is_last():
     assert step_time(costs, num_sequences=1).step_s == pytest.approx(1 + 1 + 2 + 5)
 
 
-@settings(max_examples=examples(20, all=40))
+@settings(max_examples=examples(30, all=100))
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)),
-    st.integers(1, 4),
-    seeds,
-    links,
-)
-def test_the_looped_order_takes_what_the_simulator_says(shape, sequences, seed, wires):
-    """Uneven stages and units, fewer units than ranks, several groups of sequences."""
-    ranks, virtual, pieces = shape
-    costs = random_costs((ranks * virtual, pieces), seed=seed, sequences=sequences, wires=wires)
-    timeline = play(
-        costs,
-        lengths=((16,) * pieces,) * sequences,
-        schedule="looped_bfs",
-        num_virtual=virtual,
-    )
-    found = step_time(costs, num_sequences=sequences, looped_ranks=ranks)
-    assert found.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
-
-
-@settings(max_examples=examples(30, all=180))
-@given(
-    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)),
-    st.integers(1, 3),
-    st.booleans(),
-    st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=1, max_size=6),
-    seeds,
-)
-def test_placements_priced_together_take_as_long_as_alone(
-    shape, sequences, is_looped, ratios, seed
-):
-    """Some of them without copies, some with copies that nothing waits for."""
-    ranks, virtual, pieces = shape
-    stages = ranks * virtual if is_looped else ranks
-    common = random_costs((stages, pieces), seed=seed, sequences=sequences)
-    random = np.random.default_rng(seed)
-    costs = [
-        replace(
-            common,
-            forward_s=common.forward_s + random.random(),
-            backward_s=common.backward_s * (1 + random.random(common.backward_s.shape)),
-            offload_bytes=common.activation_bytes * ratio,
-            copies=CopyEngines(2.0, 1.0),
-        )
-        for ratio in ratios
-    ]
-    how = {"num_sequences": sequences, "looped_ranks": ranks if is_looped else None}
-    assert step_times(costs, **how) == [step_time(one, **how) for one in costs]
-
-
-@settings(max_examples=examples(20, all=40))
-@given(
-    st.tuples(st.integers(1, 4), st.integers(2, 3), st.integers(1, 6)),
     st.integers(1, 5),
     seeds,
     links,
+    st.sampled_from([0.3, 1.0]),
+    st.booleans(),
 )
-def test_every_group_of_sequences_waits_for_gradients_that_leave(shape, sequences, seed, wires):
-    """For the last reduction of each stage, which is no longer than a backward."""
+def test_the_looped_order_takes_what_the_simulator_says(
+    shape, sequences, seed, wires, spread, gradients_leave
+):
+    """Uneven stages and units, fewer units than ranks, several groups of sequences.
+
+    If gradients leave, every group waits for the last reduction of each stage, which is no longer
+    than a backward. One stage on each rank and one sequence are the plain order.
+    """
     ranks, virtual, pieces = shape
+    stages = ranks * virtual
     costs = random_costs(
-        (ranks * virtual, pieces), seed=seed, sequences=sequences, wires=wires, spread=0.3
+        (stages, pieces), seed=seed, sequences=sequences, wires=wires, spread=spread
     )
-    costs = replace(
-        costs,
-        last_reduction_wait_s=np.random.default_rng(seed).uniform(
-            0, costs.backward_s.min(), ranks * virtual
-        ),
-        streamed_gradient_bytes=np.ones(ranks * virtual),
-    )
+    if gradients_leave and virtual > 1:
+        waits = np.random.default_rng(seed).uniform(0, costs.backward_s.min(), stages)
+        costs = replace(costs, last_reduction_wait_s=waits, streamed_gradient_bytes=np.ones(stages))
     lengths = ((16,) * pieces,) * sequences
     timeline = play(costs, lengths=lengths, schedule="looped_bfs", num_virtual=virtual)
     found = step_time(costs, num_sequences=sequences, looped_ranks=ranks)
     assert found.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
-
-
-@pytest.mark.parametrize(("p", "v", "n"), [(1, 4, 3), (4, 2, 16), (8, 5, 32), (4, 3, 2)])
-def test_equal_units_idle_as_breadth_first_pipelines_do(p, v, n):
-    """Idle (p - 1) / (v N + p - 1) of the time where N >= p (Lamy-Poirier, section 4)."""
-    time = step_time(abstract_costs(p * v, num_units=n), num_sequences=1, looped_ranks=p)
-    passed = max(n, p) * (v - 1) + n + p - 1
-    assert (time.step_s, time.update_s) == (3 * passed, 0)
+    if virtual == sequences == 1:
+        assert step_time(costs, num_sequences=1).step_s == found.step_s

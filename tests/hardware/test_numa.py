@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sppo.hardware import numa
-from sppo.hardware.numa import NumaNode, cores_in, node_of_pci_device, stay_near
+from sppo.hardware.numa import NumaNode, node_of_pci_device, stay_near
 
 ADDRESS = "0000:1b:00.0"
 
@@ -41,13 +41,6 @@ def test_the_node_of_a_device(system):
 )
 def test_machines_that_name_no_node(system, machine):
     assert node_of_pci_device(ADDRESS, **system(**machine)) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("3", {3}), ("0-2,8\n", {0, 1, 2, 8}), ("0-1,4-5", {0, 1, 4, 5}), ("", {})]
-)
-def test_lists_of_cores(text, cores):
-    assert cores_in(text) == frozenset(cores)
 
 
 CODE = """

@@ -173,15 +173,6 @@ def test_a_cpu_is_described_with_its_own_memory_and_cores(monkeypatch, no_gpu):
     assert spec.node.num_devices == 1
 
 
-def test_a_machine_with_next_to_no_memory_keeps_some(monkeypatch, no_gpu):
-    monkeypatch.setattr(this_machine, "usable_memory_bytes", lambda: GIB)
-    assert detect_machine().device.usable_bytes == GIB // 2
-
-
-def test_the_same_machine_is_always_described_alike():
-    assert detect_machine() == detect_machine()
-
-
 def test_the_model_of_the_cpu(tmp_path):
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Some  CPU @ 2GHz\nmodel name\t: Other\n")
@@ -189,13 +180,6 @@ def test_the_model_of_the_cpu(tmp_path):
     info.write_text("processor\t: 0\n")
     assert cpu_model(cpu_info=info)
     assert cpu_model(cpu_info=tmp_path / "absent")
-
-
-def test_memory_domains_are_counted(tmp_path):
-    assert count_numa_nodes(nodes=tmp_path) == 1
-    for name in ("node0", "node1", "possible"):
-        (tmp_path / name).mkdir()
-    assert count_numa_nodes(nodes=tmp_path) == 2
 
 
 def test_a_limit_below_the_machines_memory_holds(monkeypatch, no_gpu):

@@ -35,6 +35,14 @@ def test_every_command_refuses_one_stage_alike(command):
     assert str(refused.value) == rule
 
 
+def test_replicas_share_the_sequences_of_a_step_evenly():
+    run = multiplexed(pipeline_parallel_degree=2, data_parallel_degree=2)
+    uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
+    run = run.model_copy(update={"parallel": uneven})
+    with pytest.raises(ValueError, match="must be a multiple of the replicas"):
+        executed_candidate(run, hardware=hardware_for(run.hardware))
+
+
 ASKED = [{"multiplexed": "on"}, {"multiplexed": "auto", "schedule": "sppo_msp"}]
 """The two ways to ask for it."""
 
