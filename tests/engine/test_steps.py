@@ -171,27 +171,6 @@ def test_peaks_are_those_predicted(variant_and_policy, dtype):
     assert made.engine.take_peaks().activations_bytes == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_saved_tensors_hold_no_memory_but_their_own(policy, monkeypatch):
-    """A view of something larger would make the count a lie."""
-    model = tiny_model("gqa, q/k-norm")
-    made = Trained(model, random_weights(model), policy=policy)
-    store = made.engine._stages[0].store
-    held, put = [], store.put
-
-    def watch(key, *, retained, offloaded=None):
-        held.extend(retained.items())
-        put(key, retained=retained, offloaded=offloaded)
-
-    monkeypatch.setattr(store, "put", watch)
-    made.step([random_sequence(model, 17)], [CUTS])
-    assert held
-    for name, tensor in held:
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
-    storages = [tensor.untyped_storage().data_ptr() for _, tensor in held]
-    assert len(set(storages)) == len(storages)
-
-
 def test_only_the_inputs_of_some_layers_are_kept():
     model = tiny_model(num_layers=5)
     weights = random_weights(model)

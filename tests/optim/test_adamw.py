@@ -96,16 +96,6 @@ def test_masters_keep_updates_too_small_for_bf16():
     assert weights["head.weight"].max().item() < 1.0
 
 
-def test_float64_weights_need_no_masters():
-    weights = {name: tensor.double() for name, tensor in _tensors(0).items()}
-    before = weights["head.weight"].clone()
-    optimizer = AdamW(weights, config=CONFIG)
-    gradients = {name: tensor.double() for name, tensor in _tensors(1).items()}
-    _our_step(optimizer, gradients, lr=1e-2, clip_norm=1.0)
-    assert not torch.equal(weights["head.weight"], before)
-    assert optimizer.state()["model.head.weight"] is weights["head.weight"]
-
-
 def test_clip_norm_zero_leaves_gradients_alone():
     gradients = _tensors(3, scale=100.0)
     before = {name: tensor.clone() for name, tensor in gradients.items()}

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,7 @@ from sppo.checkpoint.state_block import blocks_of_interval
 from sppo.cost.sharding.collectives import REDUCE_BUCKETS
 from sppo.parallel import row_messages
 from sppo.parallel.flat_row import FlatRow
-from sppo.parallel.row_messages import RowBuckets, RowMessage
+from sppo.parallel.row_messages import RowBuckets
 
 ROWS, COLUMNS, RANKS = 64, 4, 2
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -48,21 +47,6 @@ def test_intervals_of_ranks_are_blocks_that_tile_each_parameter(sizes, ranks):
                 place.copy_(block.tensor)
     for name, whole in wholes.items():
         assert torch.equal(found[name], whole)
-
-
-def gathered_and_reduced(rank):
-    """What four ranks have after a gather, and after a reduction of what they had gathered."""
-    layout = FlatRow({"a.weight": (7, 3), "b.bias": (5,)}, ranks=4, rank=rank)
-    expected = torch.arange(layout.padded_elements).double()
-    whole = torch.full_like(expected, torch.nan)
-    message = RowMessage("row", layout, dist.group.WORLD, whole=whole)
-    arrived = torch.equal(message.gather(expected[layout.own].clone()).wait(), expected)
-    message.reduce()
-    return arrived, torch.equal(message.wait()[layout.own], 4 * expected[layout.own])
-
-
-def test_a_row_is_gathered_and_reduced_in_place(ranks):
-    assert ranks.run(gathered_and_reduced, ranks=4) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize("shards_state", [True, False])

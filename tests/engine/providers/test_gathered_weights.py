@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from sppo.cost.parameters import parameter_shapes
@@ -24,26 +23,6 @@ def provider(rank, model, weights):
     rows = rows_of(weights, layouts)
     shards = {key: row[layouts[key].own].clone() for key, row in rows.items()}
     return GatheredWeights(PartRows(shards, layouts, dict.fromkeys(layouts, group)))
-
-
-def evaluated(rank, cuts):
-    model = tiny_model(TIED, num_layers=3)
-    weights = random_weights(model)
-    engine = Engine(model, weights=provider(rank, model, weights), gradients=None)
-    data = random_sequence(model, cuts[-1])
-    losses = [engine.evaluate(data, cuts) for _ in range(2)]
-    return losses, engine.take_peaks().gathered_bytes
-
-
-def test_evaluation_gathers_too(ranks):
-    cuts = (0, 4, 9, 17)
-    model = tiny_model(TIED, num_layers=3)
-    whole = Engine(model, weights=random_weights(model), gradients=None)
-    expected = whole.evaluate(random_sequence(model, 17), cuts)
-    for losses, gathered_bytes in ranks.run(evaluated, cuts, ranks=2):
-        assert gathered_bytes > 0
-        for found in losses:
-            assert torch.equal(found, expected)
 
 
 def walked(rank):

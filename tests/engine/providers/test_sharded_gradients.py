@@ -108,23 +108,6 @@ def test_a_part_is_on_its_way_while_the_next_is_formed(ranks):
     ]
 
 
-def failing(_rank):
-    """A use that ends with an error begins no reduction."""
-    _, gradients = provider(tiny_model(num_layers=3))
-    with gradients_of(gradients, 2):
-        pass
-    with pytest.raises(RuntimeError, match="stop"), gradients_of(gradients, 1):
-        raise RuntimeError("stop")
-    with pytest.raises(AssertionError, match="0 is taken before 1 is released"):
-        gradients.take(0)
-    return gradients.take_peak_bytes()
-
-
-def test_a_use_that_fails_begins_no_reduction(ranks):
-    layer = sum(map(prod, layer_shapes(tiny_model(num_layers=3)).values()))
-    assert ranks.run(failing, ranks=1) == [2 * layer * 8]
-
-
 def test_parameters_of_rows_that_stay_are_viewed_once():
     model = tiny_model()
     layouts = layouts_of(parameter_shapes(model))

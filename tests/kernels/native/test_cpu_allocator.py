@@ -99,40 +99,6 @@ assert allocator.memory().used_bytes == before
     )
 
 
-@pytest.mark.exhaustive
-def test_tensors_go_through_numpy_a_resize_and_a_fork(library):
-    code = """
-import numpy as np
-torch.set_num_threads(1)  # OpenMP does not survive a fork
-x = torch.arange(MIB)
-z = torch.from_numpy(np.ones(MIB)).clone()
-x.resize_(4 * MIB)
-assert x[:MIB].equal(torch.arange(MIB))
-assert x.numpy().shape == (4 * MIB,) and z.sum() == MIB
-import multiprocessing
-with multiprocessing.get_context("fork").Pool(1) as pool:
-    assert pool.apply(torch.ones, (MIB,)).sum() == MIB
-print("ok")
-"""
-    assert run(library, code) == "ok\n"
-
-
-@pytest.mark.exhaustive
-def test_the_profiler_sees_what_the_pool_hands_out(library):
-    run(
-        library,
-        """
-with torch.profiler.profile(profile_memory=True) as profile:
-    x = torch.ones(2 * MIB, dtype=torch.uint8)
-    y = torch.ones(3 * MIB, dtype=torch.uint8)
-    del x
-events = {e.key: e.self_cpu_memory_usage for e in profile.key_averages()}
-assert events["aten::empty"] == 5 * MIB, events
-assert events["[memory]"] == -2 * MIB, events
-""",
-    )
-
-
 def test_reasons_why_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_allocator, "memory_pool", lambda: "not built: no g++")
     assert cpu_allocator._install.__wrapped__() == "not built: no g++"

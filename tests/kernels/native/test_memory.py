@@ -4,7 +4,6 @@ import mmap
 import resource
 from unittest import mock
 
-import psutil
 import pytest
 
 from sppo.kernels.native import process_memory
@@ -12,7 +11,6 @@ from sppo.kernels.native.machine_memory import (
     MemoryRoom,
     address_room,
     check_room_for_libraries,
-    memory_room,
 )
 from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 from sppo.units import GIB, MIB
@@ -25,11 +23,6 @@ def test_the_room_is_the_least_of_all():
     both = MemoryRoom(5, control_group_bytes=3)
     assert str(both) == "5 B available on the machine, 3 B left in the control group"
     assert str(MemoryRoom(GIB)) == "1.0 GiB available on the machine, no control group limit"
-
-
-def test_this_machine_has_room():
-    found = memory_room()
-    assert 0 < found.least_bytes <= psutil.virtual_memory().total
 
 
 def test_processes_share_memory_and_have_addresses_of_their_own():

@@ -1,14 +1,9 @@
 """File tier: bytes of any range come back, an orderly end, and clear errors of faulty disks."""
 
 import errno
-import gc
 import mmap
 import os
-import signal
-import subprocess
-import sys
 import threading
-import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -231,39 +226,6 @@ def test_a_disk_that_moves_nothing_is_faulty(opened, disk):
             wait_for(start(0, some_bytes(MIB)))
 
 
-def test_an_array_lives_until_its_transfer_is_done(opened, disk):
-    gate = Gate()
-    disk(gate)
-    tier, array = opened(), some_bytes(MIB)
-    alive = weakref.ref(array)
-    asked = tier.write(0, array)
-    del array
-    gc.collect()
-    assert alive() is not None
-    gate.open.set()
-    wait_for(asked)
-    back = some_bytes(MIB, seed=1)
-    wait_for(tier.read(0, back))
-    assert np.array_equal(back, some_bytes(MIB))
-    del asked
-    gc.collect()
-    assert alive() is None
-
-
-def test_a_waiter_hears_an_interrupt(opened, disk):
-    gate = Gate()
-    disk(gate)
-    asked = opened().write(0, some_bytes(MIB))
-    main = threading.main_thread().ident
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest ignores
-    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        wait_for(asked)
-    signal.signal(signal.SIGINT, before)
-    gate.open.set()
-    wait_for(asked)
-
-
 def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(file_tier_module, "disk_room", lambda _: DiskRoom(100 * GIB))
     before = nameless_files()
@@ -335,23 +297,3 @@ def test_a_disk_that_is_memory_is_told(tmp_path, monkeypatch, caplog):
         assert ("is memory, not a disk" in caplog.text) == told
     mounts.unlink()
     assert not is_memory(tmp_path)
-
-
-SCRIPT = """
-import mmap, os, sys, time, numpy as np
-from sppo.offload.disk.file_tier import FileTier
-tier = FileTier()
-tier.open(sys.argv[1], 64 << 20)
-data = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
-transfers = [tier.write(i << 20, data) for i in range(64)]
-print("ready", flush=True)
-"""
-
-
-def test_a_killed_process_leaves_nothing(tmp_path):
-    words = [sys.executable, "-c", SCRIPT + "time.sleep(60)", tmp_path]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
