@@ -18,17 +18,62 @@ from torch import Tensor
 
 from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.state_memory import UPDATE_SLOTS
+from sppo.cost.parameters import is_decayed
 from sppo.offload.lane import Lane
+from sppo.offload.state_memory import StateMemory
 from sppo.offload.worker_pool import Event, wait_for
 from sppo.optim.adamw import MasterState
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
-from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows
-from sppo.parallel.flat_row import RowPart
+from sppo.parallel.flat_row import FlatRow, RowPart, Shapes
 
+MASTER_DTYPE = torch.float32
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: large enough for fast copies, small enough that the copies of the first and
 the last bucket, which nothing overlaps, are short."""
 _SLOTS = UPDATE_SLOTS
+
+
+class OptimizerRows:
+    """Masters and moments of parameters, each one long fp32 row, zero at first.
+
+    The rows are allocated before the weights are made, so each master is written in place, and
+    startup needs memory only for the rows and the parameters being made.
+
+    Args:
+        shapes: Shapes of the parameters, or of the intervals that this rank updates, by global
+            name.
+        memory: Allocator of the rows; None for host memory that is not page-locked.
+
+    Raises:
+        MemoryError: The host lacks memory.
+        OSError: The disk lacks space.
+    """
+
+    def __init__(self, shapes: Shapes, *, memory: StateMemory | None = None) -> None:
+        self.layout, self._memory = FlatRow(shapes), memory or StateMemory()
+        shape = (self.layout.elements,)
+        rows = self._memory.tensors(dict.fromkeys(("masters", *MOMENTS), shape), MASTER_DTYPE)
+        self.masters, *self.moments = rows.values()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of masters and moments."""
+        return sum(row.nbytes for row in (self.masters, *self.moments))
+
+    @property
+    def decayed_elements(self) -> int:
+        """Number of elements of the decayed parameters, which come first in a row."""
+        return sum(prod(shape) for n, shape in self.layout.shapes.items() if is_decayed(n))
+
+    def fill(self, masters: Mapping[str, Tensor]) -> None:
+        """Copy masters of parameters, by global name, into the row of masters."""
+        for name, master in masters.items():
+            self.layout.view(self.masters, name).copy_(master)
+            self.drop_pages()
+
+    def drop_pages(self) -> None:
+        """Allow the tier to drop cached pages: the rows are not used for a while."""
+        self._memory.drop_pages()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from sppo.offload.lane import Lane
 from sppo.offload.state_memory import DiskMemory, StateMemory
 from sppo.optim.adamw import AdamW
 from sppo.optim.gradient_norm import clip_
-from sppo.optim.host_adamw import HostAdamW
-from sppo.optim.optimizer_rows import OptimizerRows
+from sppo.optim.host_adamw import HostAdamW, OptimizerRows
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.plan import ExecutionPlan

@@ -10,54 +10,20 @@ from sppo.offload import cuda_lane
 from sppo.offload.cuda_lane import CudaLane
 from sppo.offload.lane import Lane
 from sppo.optim.adamw import AdamW
-from sppo.optim.host_adamw import HostAdamW
-from sppo.optim.optimizer_rows import OptimizerRows
+from sppo.optim.host_adamw import HostAdamW, OptimizerRows
 from sppo.planning.plan import read_plan
 from tests.conftest import succeed
+from tests.engine.streaming import LateLane
 from tests.offload.test_cuda_lane import on_gpu, runtime_without_a_gpu
 from tests.optim.test_adamw import CONFIG, SHAPES, _tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class LazyLane:
-    """Copies run as late as whoever asked for them allows, and memory is no number at first.
-
-    Whoever reads or overwrites without waiting gets other numbers.
-    """
-
-    def __init__(self):
-        self._waiting = []
-
-    def host_memory(self, name, size_bytes):
-        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
-
-    def computed(self, tensors):
-        return None
-
-    def out(self, copies, *, after):
-        return Later(list(copies), self._waiting)
-
-    back = out
-
-
-class Later:
-    def __init__(self, copies, waiting):
-        self._copies, self._queue = copies, waiting
-        waiting.append(self)
-
-    def exception(self):
-        """This and what was asked for before it."""
-        while self in self._queue:
-            first = self._queue.pop(0)
-            for target, source in first._copies:
-                target.copy_(source)
-
-
-def pair(dtype, *, lane, bucket_elements, given_masters=True):
+def pair(dtype, *, lane, bucket_elements):
     """Both optimizers on equal weights of their own."""
     masters = _tensors(0)
-    narrow = None if dtype is torch.float32 or not given_masters else masters
+    narrow = None if dtype is torch.float32 else masters
     device = {name: master.to(dtype, copy=True) for name, master in masters.items()}
     host = {name: weight.clone() for name, weight in device.items()}
     copies = None if narrow is None else {n: m.clone() for n, m in narrow.items()}
@@ -85,7 +51,7 @@ def assert_equal(left, right):
 
 
 @pytest.mark.parametrize("bucket_elements", [64, 1000, 1 << 24])
-@pytest.mark.parametrize("lane", [Lane, LazyLane])
+@pytest.mark.parametrize("lane", [Lane, LateLane])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_as_on_the_device(dtype, lane, bucket_elements):
     (device, plain), (host, offloaded) = pair(
@@ -138,7 +104,7 @@ def test_on_a_cpu_it_changes_nothing_and_says_so(work, caplog):
 
 def test_checkpoints_go_both_ways():
     """What one saves the other goes on from, as if it had been there all the time."""
-    (device, plain), (host, offloaded) = pair(torch.bfloat16, lane=LazyLane(), bucket_elements=320)
+    (device, plain), (host, offloaded) = pair(torch.bfloat16, lane=LateLane(), bucket_elements=320)
     offloaded.step(_tensors(1), lr=1e-2)
     plain.load_state({key: tensor.clone() for key, tensor in offloaded.state().items()})
     assert plain.steps == 1
@@ -153,16 +119,6 @@ def test_checkpoints_go_both_ways():
         optimizer.step(_tensors(3), lr=1e-2)
     assert_equal(device, host)
     assert_equal(plain.state(), offloaded.state())
-
-
-def test_masters_are_widened_weights_where_none_are_given():
-    (device, _), (host, offloaded) = pair(
-        torch.bfloat16, lane=Lane(), bucket_elements=100, given_masters=False
-    )
-    assert_equal(device, host)
-    state = offloaded.state()
-    assert all(torch.equal(state[f"model.{n}"], host[n].float()) for n in host)
-    assert not any(state[f"optimizer.exp_avg.{n}"].any() for n in host)
 
 
 def test_the_copies_of_a_gpu_without_one(monkeypatch):
