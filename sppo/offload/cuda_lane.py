@@ -56,7 +56,6 @@ class CudaLane(Lane):
         is_timed: Whether :meth:`take_times` is called after every step.
         failed_step_timeout_s: Longest wait for the device after a failure, in seconds; None for no
             limit.
-        delay_cycles: Clock cycles that every copy waits before it starts, to test orderings.
     """
 
     reads_to_device = False
@@ -68,10 +67,9 @@ class CudaLane(Lane):
         most_host_bytes: int = 0,
         is_timed: bool = True,
         failed_step_timeout_s: float | None = None,
-        delay_cycles: int = 0,
     ) -> None:
         super().__init__(begin=partial(_cuda.set_device, device))
-        self._device, self._is_timed, self._delay_cycles = device, is_timed, delay_cycles
+        self._device, self._is_timed = device, is_timed
         self._failed_step_timeout_s = failed_step_timeout_s
         self._out, self._back = (_cuda.Stream(device) for _ in range(2))
         self._most_host_bytes = most_host_bytes
@@ -190,8 +188,6 @@ class CudaLane(Lane):
             wait_for(event)
             self._exposed_s += time.perf_counter() - begin_s
         with torch.no_grad(), _cuda.stream(stream):
-            if self._delay_cycles:
-                _cuda._sleep(self._delay_cycles)
             end = self._begin(name, stream)
             for target, source in copies:
                 copy_in_pieces(target, source, host=target if name == "out" else source)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, cycle
 from queue import SimpleQueue
 from typing import Protocol
@@ -40,8 +40,7 @@ class Event(Protocol):
 class WorkerPool:
     """Threads that run work in turn; the work given to one thread runs in order.
 
-    When the pool is garbage-collected, the threads end after all submitted work. The interpreter
-    does not wait for the threads at exit.
+    The threads live until the pool is closed; the interpreter does not wait for them at exit.
 
     Args:
         name: Name of the threads.
@@ -54,19 +53,17 @@ class WorkerPool:
     ) -> None:
         self._closed = False
         self._error: BaseException | None = None
-        # Entries refer to the pool and threads do not, so that an idle pool can be collected.
         self._queues: list[_Queue] = [SimpleQueue() for _ in range(threads)]
         self._turns = cycle(self._queues)
         # Thread.join is not safe in code that signal handlers may interrupt.
         self._ends: list[Future[None]] = [Future() for _ in range(threads)]
         for index, (queue, end) in enumerate(zip(self._queues, self._ends, strict=True)):
-            work = (queue, end)
-            threading.Thread(target=_serve, args=work, name=f"{name} {index}", daemon=True).start()
-            weakref.finalize(self, queue.put, None).atexit = False
+            serve = partial(self._serve, queue, end)
+            threading.Thread(target=serve, name=f"{name} {index}", daemon=True).start()
         self._process = os.getpid()
         if begin is not None:
             for queue in self._queues:
-                queue.put((_Work(), begin, self))
+                queue.put((_Work(), begin))
 
     def submit(self, *pieces: Callable[[], None], after: Sequence[Event] = ()) -> Future[None]:
         """Give each of ``pieces`` to the next thread, to run after its earlier work and ``after``.
@@ -81,14 +78,14 @@ class WorkerPool:
             OSError: A disk failed in earlier work.
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
-        if self._error is not None:
-            raise _copied(self._error)
         if self._closed or self._process != os.getpid():  # forks do not inherit threads
             raise RuntimeError("the pool has no threads any more")
+        if self._error is not None:
+            raise _copied(self._error)
         assert pieces, "nobody would end the future"
         work = _Work(after, len(pieces))
         for piece in pieces:
-            next(self._turns).put((work, piece, self))
+            next(self._turns).put((work, piece))
         return work.future
 
     def close(self, *, limit_s: float | None = None) -> bool:
@@ -104,6 +101,26 @@ class WorkerPool:
         for queue in self._queues:
             queue.put(None)
         return self._process != os.getpid() or not wait(self._ends, timeout=limit_s).not_done
+
+    def _serve(self, queue: _Queue, end: Future[None]) -> None:
+        """Run the work of a queue until the pool is closed; the body of a thread.
+
+        References to work and events are dropped before the future is done, and the future has
+        none.
+        """
+        while (entry := queue.get()) is not None:
+            work, piece = entry
+            self._run(work, piece)
+            del entry, piece
+            is_last = next(work.ended) == work.pieces
+            future, error = work.future, work.error  # if this was the last: of all pieces
+            del work
+            if is_last and error is None:
+                future.set_result(None)
+            elif is_last:
+                future.set_exception(error)
+            del future, error  # otherwise kept alive until the next work is submitted
+        end.set_result(None)
 
     def _run(self, work: _Work, piece: Callable[[], None]) -> None:
         """Run a piece in a thread, and record its error before the future is done."""
@@ -133,7 +150,7 @@ class _Work:
     """Numbers the pieces as they end; counting is a single call into C, so no lock is needed."""
 
 
-_Queue = SimpleQueue[tuple[_Work, Callable[[], None], WorkerPool] | None]
+_Queue = SimpleQueue[tuple[_Work, Callable[[], None]] | None]
 
 
 def wait_for(event: Event) -> None:
@@ -149,26 +166,6 @@ def wait_for(event: Event) -> None:
             raise _copied(error)
         finally:
             del error  # breaks the reference cycle of frame and error
-
-
-def _serve(queue: _Queue, end: Future[None]) -> None:
-    """Run the work of a queue until the pool is dropped or closed; the body of a thread.
-
-    References to work and events are dropped before the future is done, and the future has none.
-    """
-    while (entry := queue.get()) is not None:
-        work, piece, pool = entry
-        pool._run(work, piece)
-        del entry, piece, pool
-        is_last = next(work.ended) == work.pieces
-        future, error = work.future, work.error  # if this was the last: of all pieces
-        del work
-        if is_last and error is None:
-            future.set_result(None)
-        elif is_last:
-            future.set_exception(error)
-        del future, error  # otherwise kept alive until the next work is submitted
-    end.set_result(None)
 
 
 def _copied(error: BaseException) -> BaseException:

@@ -24,7 +24,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.unit import TokenSpan
 from sppo.kernels.attention.kv_layout import copy_by_token, empty_keys
 from sppo.kernels.elementwise import accumulation_dtype
-from sppo.offload.held_bytes import HeldBytes
+from sppo.offload.retained import HeldBytes
 
 
 @dataclass(slots=True)
