@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -59,22 +60,20 @@ class StepPrograms:
             every_stage, policy_placement(policy)
         )
         self._streams_weights, self._streams_gradients = streams_weights, streams_gradients
-        self._made: dict[tuple[Lengths, bool], PlannedStep] = {}
+        # Training steps are alike; only evaluations bring other lengths, a few at a time.
+        self._made = lru_cache(maxsize=_STEPS_KEPT)(self._make)
 
     def step(self, lengths: Lengths, *, forward_only: bool) -> PlannedStep:
         """Return program and placements of a step of sequences cut into ``lengths``."""
-        key = (lengths, forward_only)
-        if key not in self._made:
-            # Training steps are alike; only evaluations bring other lengths, a few at a time.
-            if len(self._made) >= _STEPS_KEPT:
-                self._made.clear()
-            stages = () if forward_only else range(self._pipeline.placement.num_stages)
-            placements = [[self._placements[n](parts) for parts in lengths] for n in stages]
-            program = self._pipeline.planned
-            if forward_only or program is None or program.lengths != lengths:
-                program = self._equal_units(lengths, placements)
-            self._made[key] = PlannedStep(program, placements)
-        return self._made[key]
+        return self._made(lengths, forward_only)
+
+    def _make(self, lengths: Lengths, forward_only: bool) -> PlannedStep:
+        stages = () if forward_only else range(self._pipeline.placement.num_stages)
+        placements = [[self._placements[n](parts) for parts in lengths] for n in stages]
+        program = self._pipeline.planned
+        if forward_only or program is None or program.lengths != lengths:
+            program = self._equal_units(lengths, placements)
+        return PlannedStep(program, placements)
 
     def _equal_units(self, lengths: Lengths, placements: StepPlacements) -> Schedule:
         """Return a program for units of equal cost; without placements only forward."""
