@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -321,7 +320,8 @@ class Stage:
         """Yield layer ``index`` for a unit, with its weights; offload K and V if they are saved."""
         tokens, offload = TokenExchange(), None
         if self._tensor is not None:
-            tokens = ShardedTokens(self._tensor, unit.shard_tokens)
+            both = self._tensor.gather, self._tensor.scatter_sum
+            tokens = TokenExchange(*(partial(one, shard_tokens=unit.shard_tokens) for one in both))
         if saves_kv and self._kv_placement == "offloaded":
             offload = partial(self.store.put, ActivationKey(*unit.key, index, is_kv=True))
         with visit(self._providers.weights, index) as weights:
@@ -340,22 +340,6 @@ class Stage:
         """Return for each rank how many of its last tokens have no saved attention output."""
         saved = unit.key in self.layout.shards
         return self.layout.unsaved_attention_tokens(unit.key) if saved else unit.shard_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedTokens(TokenExchange):
-    """Exchange of the tokens of one unit among the ranks over which weights are sharded."""
-
-    exchange: MegatronSequenceParallel
-    shard_tokens: tuple[int, ...]
-
-    def gather(self, x_cE: Tensor) -> Tensor:
-        """Return the tokens of all ranks, ``[C, E]`` (:meth:`MegatronSequenceParallel.gather`)."""
-        return self.exchange.gather(x_cE, self.shard_tokens)
-
-    def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return the sum over all ranks for the tokens of this rank, ``[c, E]``."""
-        return self.exchange.scatter_sum(x_CE, self.shard_tokens)
 
 
 def cut(

@@ -63,20 +63,18 @@ class SubsequenceAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class TokenExchange:
     """Exchange of the residual stream's tokens before and after projections.
 
-    This one exchanges nothing: the rank has all tokens, and whole weights. With sharded weights
-    (Megatron), the methods are collectives of the ranks over which tokens are sharded.
+    By default it exchanges nothing: the rank has all tokens, and whole weights. With sharded
+    weights (Megatron), both are collectives of the ranks over which tokens are sharded.
     """
 
-    def gather(self, x_cE: Tensor) -> Tensor:
-        """Return ``[C, E]``: the tokens of all ranks."""
-        return x_cE
-
-    def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return ``[c, E]``: this rank's tokens of the sum of ``x_CE`` over all ranks."""
-        return x_CE
+    gather: Callable[[Tensor], Tensor] = lambda x_cE: x_cE
+    """Function that returns ``[C, E]``: the tokens of all ranks."""
+    scatter_sum: Callable[[Tensor], Tensor] = lambda x_CE: x_CE
+    """Function that returns ``[c, E]``: this rank's tokens of the sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
