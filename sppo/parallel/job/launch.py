@@ -35,6 +35,8 @@ from sppo.parallel.job.flight_record import mark_stopped, read_progress
 from sppo.parallel.job.signals import STOP_SIGNALS, held_back, signal_name
 
 _LOOK_EVERY_S = 0.05
+_GRACE_S = 10.0
+"""Seconds from the first failure until other ranks are stopped."""
 _TERMINATE_S = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 _GIVE_UP_S = 30.0
@@ -61,13 +63,12 @@ def run_ranks(
     num_ranks: int,
     environ: Mapping[str, str],
     threads_per_rank: int | None = None,
-    grace_s: float = 10.0,
 ) -> int:
     """Run ``command`` as every rank of a job and wait for all ranks; call from the main thread.
 
     Rank 0 writes to this process's output; the output of other ranks is kept for the report. The
     first SIGTERM or SIGINT is passed on to every rank, the second kills all ranks. When a rank
-    fails, the others have ``grace_s`` to end by themselves and are then stopped. A report goes to
+    fails, the others have some seconds to end by themselves and are then stopped. A report goes to
     stderr, unless rank 0 has printed why all ranks ended.
 
     Args:
@@ -76,7 +77,6 @@ def run_ranks(
         num_ranks: Number of ranks to start.
         environ: Environment for the ranks; the variables of each rank are added.
         threads_per_rank: OMP_NUM_THREADS of each rank, unless ``environ`` has it.
-        grace_s: Seconds from the first failure until other ranks are stopped.
 
     Returns:
         0 if all ranks succeeded; else the exit code of the rank that failed first, 1 if a signal
@@ -88,7 +88,7 @@ def run_ranks(
     dumps = nccl_dump_prefix(environ)
     with ExitStack() as stack:
         port = stack.enter_context(_served_store(num_ranks))
-        job = stack.enter_context(_Job(grace_s))
+        job = stack.enter_context(_Job())
         for rank in range(num_ranks):
             record = stack.enter_context(_nameless_file())
             environment = child_environment(
@@ -154,10 +154,9 @@ def _served_store(num_ranks: int) -> Iterator[int]:
 class _Job:
     """Ranks of a job as children of this process; none outlives the context."""
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self) -> None:
         self.asked: list[str] = []
         """Names of the signals that this process received."""
-        self._grace_s = grace_s
         self._children: list[_Child] = []
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -219,11 +218,11 @@ class _Job:
 
     def _stop(self, since_s: float) -> bool:
         """Stop the other ranks ``since_s`` after a failure; return False to stop waiting."""
-        if since_s > self._grace_s + _TERMINATE_S + _GIVE_UP_S:
+        if since_s > _GRACE_S + _TERMINATE_S + _GIVE_UP_S:
             return False
-        if since_s > self._grace_s + _TERMINATE_S:
+        if since_s > _GRACE_S + _TERMINATE_S:
             self._kill()
-        elif since_s > self._grace_s:
+        elif since_s > _GRACE_S:
             for child in self._running():
                 if not child.stopped:
                     child.stopped = True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sppo.parallel.job.launch import run_ranks
+from sppo.parallel.job import launch
 
 PREAMBLE = """
 import os, signal, sys, time
@@ -40,16 +40,13 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
 
 
 @pytest.fixture
-def run(script: Callable[[str], list[str]]) -> Callable[..., int]:
+def run(script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs Python code as every rank of a job and gives its exit code."""
 
     def run_code(code: str, *, num_ranks: int, grace_s: float = 10.0) -> int:
-        return run_ranks(
-            script(code),
-            num_ranks=num_ranks,
-            environ=os.environ,
-            threads_per_rank=1,
-            grace_s=grace_s,
+        monkeypatch.setattr(launch, "_GRACE_S", grace_s)
+        return launch.run_ranks(
+            script(code), num_ranks=num_ranks, environ=os.environ, threads_per_rank=1
         )
 
     return run_code
