@@ -52,13 +52,6 @@ def every_token():
     return [(sample, at) for sample, tokens in enumerate(LENGTHS) for at in range(tokens)]
 
 
-def test_padded_samples_are_as_long_as_the_longest():
-    found = packings.padded(LENGTHS, chunk_tokens=256)
-    assert [sequence.lengths for sequence in found.sequences] == [(256, 256, 188)] * 5
-    assert [sequence.samples for sequence in found.sequences] == [(700,)] * 5
-    assert tokens_of(found) == every_token()
-
-
 def test_rows_of_the_stream_cut_samples():
     found = packings.stream(LENGTHS, chunk_tokens=256, row_tokens=400)
     assert [sequence.samples for sequence in found.sequences] == [
@@ -75,15 +68,3 @@ def test_fixed_chunks_split_long_samples_and_pack_short_ones_first_fit():
     assert [sequence.samples for sequence in found.sequences] == [(300,), (40, 10), (700,), (60,)]
     assert found.sequences[0].lengths == (64, 64, 64, 64, 44)
     assert tokens_of(found) == every_token()
-
-
-def test_all_packings_pad_alike():
-    found = packings.fixed_chunks(LENGTHS, chunk_tokens=64, multiple=32)
-    assert found.sequences[0].samples == (300, 20)
-    assert found.sequences[0].lengths == (64,) * 5
-    rows = packings.stream(LENGTHS, chunk_tokens=256, row_tokens=400, multiple=32)
-    assert rows.sequences[-1].samples == (240, 60, 10, 10)
-    alone = packings.padded(LENGTHS, chunk_tokens=256, multiple=32)
-    assert alone.sequences[0].samples == (704,)
-    for packing in (found, rows, alone):
-        assert tokens_of(packing) == every_token()

@@ -11,8 +11,6 @@ from rich.console import Console
 from sppo.report.metrics import StepMetrics
 from sppo.report.run_summary import (
     Pair,
-    RankPair,
-    TimelineSummary,
     print_summary,
     read_summary,
     run_summary,
@@ -122,19 +120,3 @@ def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path):
     text = _printed(summary)
     assert "3 (1 skipped)" in text
     assert "[bold]odd[/bold]" in text
-
-
-def test_time_between_compute_actions_is_told_apart_from_slow_compute():
-    summary = run_summary(_steps(3), name="two ranks", wall_s=9.0, memory_bytes={}, phases_s={})
-    timeline = TimelineSummary(
-        idle_fraction=Pair(0.1, 0.2),
-        exposed_copy_s_by_rank=RankPair((0.0, 0.0), (0.0, 0.0)),
-        pipeline_ranks=2,
-        makespan_s=Pair(2.0, 3.0),
-        with_measured_compute_s=2.5,
-        bubble_fraction=Pair(0.1, 0.2),
-    )
-    summary = replace(summary, timeline=timeline)
-    text = " ".join(_printed(summary).split())
-    assert "The last step took 3.00 s." in text
-    assert "its compute it takes 2.50 s: the other 500.0 ms passed between compute actions." in text
