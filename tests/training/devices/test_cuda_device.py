@@ -308,7 +308,7 @@ def test_no_plan_fills_what_the_driver_and_others_need(work):
 
 
 def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
-    """A ratio that fits is named, whether the plan is made now or was made before."""
+    """Whether the plan is made now or was made before."""
     run = run_of(work, activations={"policy": "offload_all"})
     room = "sppo.training.devices.cuda_device.memory_room"
     with fake_gpu() as (device, _):
@@ -316,10 +316,9 @@ def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
         monkeypatch.setattr(room, lambda: MemoryRoom(machine_bytes=100_000))
         assert device.host_tier_bytes(local_ranks=2) == 42_500
         for plan in (before, None):
-            with pytest.raises(MemoryError, match="offloads .* to host memory, of which") as error:
+            with pytest.raises(MemoryError, match="host memory, of which .* lower .*offload_ratio"):
                 preflight(job_alone(run, device=device), plan)
-        ratio = float(str(error.value).split("offload_ratio=")[1].split(" ")[0])
-        run = run_of(work, activations={"offload_ratio": ratio})
+        run = run_of(work, activations={"offload_ratio": 0.2})
         plan = preflight(job_alone(run, device=device)).plan
     assert 0 < plan.predicted.host_peak_bytes <= 85_000
 
