@@ -198,7 +198,7 @@ class LevelChoice:
             walk.of_actions(np.take_along_axis(table, levels[None], axis=0)[0])
             for table in (self.held_bytes, self.forward_bytes, self.backward_bytes)
         )
-        held = np.cumsum(saved * walk.begins, axis=1) + saved * walk.is_backward
+        held: Table = np.cumsum(saved * walk.begins, axis=1) + saved * walk.is_backward
         held += np.where(walk.is_forward, forward, backward) + self.fixed_bytes
         return held * (walk.is_forward | walk.is_backward)
 
