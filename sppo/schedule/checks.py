@@ -40,6 +40,15 @@ _SHOWN = 5
 _SHOWN_OF_RULE = 8
 _SHOWN_RANKS = 4
 _MESSAGES = (Op.SEND_ACT, Op.SEND_GRAD, Op.RECV_ACT, Op.RECV_GRAD)
+_COMPLETE: dict[int, str] = {**dict.fromkeys(_MESSAGES, "message coverage"), Op.REDUCE: "reduction"}
+"""Rules of completeness of kinds of actions other than compute and copies."""
+_MISPLACED: dict[int, str] = {
+    **dict.fromkeys(_MESSAGES, "carries nothing that crosses ranks here"),
+    **dict.fromkeys((Op.KV, Op.D2H_KV, Op.H2D_KV), "moves K and V that stay, or move already"),
+    Op.F: "is on a rank that does not hold its stage",
+    Op.REDUCE: "runs on a rank that does not hold its stage",
+}
+"""What is wrong with an action that is not needed where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +172,7 @@ def _broken_rules(schedule: Schedule) -> list[Violation]:
     """Return the violations of all rules except "no deadlock"."""
     return (
         [*_group_problems(schedule)]
-        or [*_coverage_problems(schedule), *_kv_problems(schedule)]
+        or [*_coverage_problems(schedule)]
         or [*_order_problems(schedule), *_weight_problems(schedule), *_gradient_problems(schedule)]
         or [*_message_problems(schedule)]
     )
@@ -186,23 +195,20 @@ def _group_problems(schedule: Schedule) -> Iterator[Violation]:
     forwards = schedule.of(Op.F)
     for slot, group in schedule.msp_groups.items():
         shards = forwards[schedule.slots[forwards] == slot]
-        first, width = int(shards[0]), len(group.ranks)
+        first, width, rank = int(shards[0]), len(group.ranks), int(schedule.ranks[shards[0]])
         name = schedule.text(first).partition("[")[0]
         owner = schedule.placement.rank_of(slot // schedule.num_units)
         if sorted(schedule.shards[shards].tolist()) != [*range(width)]:
-            text = f"{name} is cut, and {shards.size} of {width} shards are there"
-            yield Violation("coverage", text, *schedule.place(first))
-            continue
-        if len({*group.ranks}) < width:
-            text = f"{name}: two shards of it are on one rank"
-            yield Violation("placement", text, group.ranks[0])
-        if owner not in group.ranks:
-            text = f"{name}: no shard of it runs on rank {owner}, which has the weights"
-            yield Violation("placement", text, group.ranks[0])
-        if len(group.lengths) != width or min(group.lengths) < 1:
-            lengths = list(group.lengths)
-            text = f"{name} runs in {width} shards, but its tokens are cut into {lengths}"
-            yield Violation("coverage", text, group.ranks[0])
+            text = f"is cut, and {shards.size} of {width} shards are there"
+            yield Violation("coverage", f"{name} {text}", *schedule.place(first))
+        elif len({*group.ranks}) < width:
+            yield Violation("placement", f"{name}: two shards of it are on one rank", rank)
+        elif owner not in group.ranks:
+            text = f"no shard of it runs on rank {owner}, which has the weights"
+            yield Violation("placement", f"{name}: {text}", rank)
+        elif len(group.lengths) != width or min(group.lengths) < 1:
+            text = f"runs in {width} shards, but its tokens are cut into {[*group.lengths]}"
+            yield Violation("coverage", f"{name} {text}", rank)
 
 
 def _coverage_problems(schedule: Schedule) -> Iterator[Violation]:
@@ -217,34 +223,24 @@ def _coverage_problems(schedule: Schedule) -> Iterator[Violation]:
     have, want = (np.ravel_multi_index(tuple(rows), tuple(limits)) for rows in (there, needed))
     missing = needed[:, np.flatnonzero(~np.isin(want, have))[:_SHOWN_OF_RULE]]
     for action, rank, code in zip(schedule.named(missing), *missing[:2].tolist(), strict=True):
-        yield Violation(_rules(code)[0], f"{action} is missing", rank)
+        yield Violation(_COMPLETE.get(code, "coverage"), f"{action} is missing", rank)
     _, first, inverse = np.unique(have, return_index=True, return_inverse=True)
-    twice, misplaced = first[inverse] != np.arange(have.size), ~np.isin(have, want)
-    for wrong in (twice, misplaced):
-        for action in actions[wrong][:_SHOWN_OF_RULE].tolist():
-            rule, place, problem = _rules(int(schedule.codes[action]))
-            if wrong is twice:
-                place, problem = rule, "is there more than once"
-            yield from _violations(schedule, place, np.array([action]), problem)
-
-
-def _rules(code: int) -> tuple[str, str, str]:
-    """Return the rule of completeness of a kind of action, that of its place, and its breach."""
-    if code in _MESSAGES:
-        return "message coverage", "message coverage", "carries nothing that crosses ranks here"
-    if code == Op.REDUCE:
-        return "reduction", "reduction", "runs on a rank that does not hold its stage"
-    misplaced = "is on a rank without the F of the same unit and shard"
-    if code == Op.F:
-        misplaced = "is on a rank that does not hold its stage"
-    return "coverage", "placement", misplaced
+    for action in actions[first[inverse] != np.arange(have.size)][:_SHOWN_OF_RULE]:
+        rule = _COMPLETE.get(int(schedule.codes[action]), "coverage")
+        yield from _violations(schedule, rule, action[None], "is there more than once")
+    for action in actions[~np.isin(have, want)][:_SHOWN_OF_RULE]:
+        code = int(schedule.codes[action])
+        rule = _COMPLETE.get(code, "placement")
+        problem = _MISPLACED.get(code, "is on a rank without the F of the same unit and shard")
+        yield from _violations(schedule, rule, action[None], problem)
 
 
 def _needed(schedule: Schedule) -> Ints:
     """Return the actions that a step needs as columns, [5, actions].
 
     They follow from its units, the ranks that share them, and the optional actions that are there:
-    a copy needs its counterpart, and K and V of a sequence leave a stage for all units or none.
+    a copy needs its counterpart, and K and V of a sequence leave a stage for all units or none. K
+    and V of a unit that is cut stay, and those that are copied are not recomputed.
     Copies of weights and gradients, of which a step may need several, are left out.
     """
     num_ranks, all_slots = schedule.num_ranks, np.arange(schedule.size)
@@ -257,20 +253,21 @@ def _needed(schedule: Schedule) -> Ints:
         any_unit = np.logical_or.reduceat(table, schedule.unit_offsets, axis=1)
         return any_unit.repeat([*map(len, schedule.lengths)], axis=1).ravel()
 
+    whole = np.setdiff1d(all_slots, [*schedule.msp_groups])
+    copied = of_sequences(there(Op.D2H_KV, Op.H2D_KV)) & np.isin(all_slots, whole)
     required = {
         Op.F: np.ones(schedule.size, dtype=bool),
         Op.B: np.full(schedule.size, schedule.is_training),
         Op.W: there(Op.W),
-        Op.KV: of_sequences(there(Op.KV)),
+        Op.KV: of_sequences(there(Op.KV)) & np.isin(all_slots, whole) & ~copied,
         **dict.fromkeys((Op.D2H, Op.H2D), there(Op.D2H, Op.H2D)),
-        **dict.fromkeys((Op.D2H_KV, Op.H2D_KV), of_sequences(there(Op.D2H_KV, Op.H2D_KV))),
+        **dict.fromkeys((Op.D2H_KV, Op.H2D_KV), copied),
     }
     shards = [
         (rank, Op.F, slot, shard, len(group.ranks))
         for slot, group in schedule.msp_groups.items()
         for shard, rank in enumerate(group.ranks)
     ]
-    whole = np.setdiff1d(all_slots, [*schedule.msp_groups])
     forwards = np.hstack(
         [
             columns_of(whole // schedule.num_units % num_ranks, Op.F, whole),
@@ -286,17 +283,6 @@ def _needed(schedule: Schedule) -> Ints:
             parts += schedule.messages[send][:2]
     reduced = np.unique(schedule.slots[schedule.of(Op.REDUCE)])
     return np.hstack([*parts, columns_of(reduced % num_ranks, Op.REDUCE, reduced)])
-
-
-def _kv_problems(schedule: Schedule) -> Iterator[Violation]:
-    """Yield the violations of K and V that move where they stay, or move twice."""
-    moved, copied = schedule.of(Op.KV, Op.D2H_KV), schedule.slots[schedule.of(Op.D2H_KV)]
-    both = (schedule.codes[moved] == Op.KV) & np.isin(schedule.slots[moved], copied)
-    for wrong, problem in (
-        (schedule.widths[moved] > 1, "moves K and V of a unit that is cut: they stay"),
-        (both, "recomputes K and V that are copied, too"),
-    ):
-        yield from _violations(schedule, "copy order", moved[wrong], problem)
 
 
 def _order_problems(schedule: Schedule) -> Iterator[Violation]:
