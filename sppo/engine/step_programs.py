@@ -13,9 +13,11 @@ from sppo.activations.policy import policy_placement
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.engine.pipeline import Pipeline
 from sppo.schedule.actions import Lengths
+from sppo.schedule.costs import abstract_costs
 from sppo.schedule.orders.names import order_of
-from sppo.schedule.program import equal_costs, forward_part, generate, lower
+from sppo.schedule.program import forward_part, generate, with_messages
 from sppo.schedule.schedule import Schedule
+from sppo.schedule.transfers.copies import place_copies, place_state
 
 _STEPS_KEPT = 8
 
@@ -78,17 +80,8 @@ class StepPrograms:
     def _equal_units(self, lengths: Lengths, placements: StepPlacements) -> Schedule:
         """Return a program for units of equal cost; without placements only forward."""
         pipeline, forward_only = self._pipeline, not placements
-        num_units = sum(map(len, lengths))
-        offloaded = np.zeros((pipeline.placement.num_stages, num_units), dtype=np.bool_)
-        for stage, placed in enumerate(placements):
-            offloaded[stage] = [any(part.offloaded) for part in chain.from_iterable(placed)]
-        costs = equal_costs(
-            offloaded=offloaded,
-            kv_offloaded=pipeline.kv_offloaded,
-            kv_recomputed=pipeline.kv_recomputed,
-            streams_weights=self._streams_weights,
-            streams_gradients=self._streams_gradients,
-        )
+        stages, num_units = pipeline.placement.num_stages, sum(map(len, lengths))
+        costs = abstract_costs(stages, num_units=num_units, backward_s=1.0, weight_s=1.0)
         schedule = generate(
             # The solver chose MSP for training steps.
             order_of(pipeline.schedule, num_virtual=pipeline.num_virtual)
@@ -99,4 +92,22 @@ class StepPrograms:
             lengths=lengths,
             costs=costs,
         )
-        return lower(forward_part(schedule) if forward_only else schedule, costs=costs)
+        if forward_only:
+            schedule = forward_part(schedule)
+        else:
+            offloaded = [
+                [any(part.offloaded) for part in chain.from_iterable(placed)]
+                for placed in placements
+            ]
+            schedule = place_copies(
+                schedule,
+                offloaded=np.array(offloaded),
+                kv_offloaded=pipeline.kv_offloaded,
+                kv_recomputed=pipeline.kv_recomputed,
+            )
+        schedule = place_state(
+            schedule,
+            weights=self._streams_weights,
+            gradients=self._streams_gradients and not forward_only,
+        )
+        return with_messages(schedule, costs=costs)

@@ -15,15 +15,14 @@ do copies of a stage's gradients off the device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from sppo.schedule.actions import Op, Placement
 from sppo.schedule.checks import check_deadlock_free, validate
-from sppo.schedule.costs import Costs, abstract_costs
-from sppo.schedule.graph import Flags
+from sppo.schedule.costs import Costs
 from sppo.schedule.multiplexing.multiplex import multiplex
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
 from sppo.schedule.schedule import Schedule, columns_of
@@ -150,39 +149,6 @@ def with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
         kv_recomputed=recomputed,
     )
     return place_state(schedule, weights=weights, gradients=gradients)
-
-
-def equal_costs(
-    *,
-    offloaded: Flags,
-    kv_offloaded: Collection[int] = (),
-    kv_recomputed: Collection[int] = (),
-    streams_weights: bool = False,
-    streams_gradients: bool = False,
-) -> Costs:
-    """Return costs of equal units, with free messages and copies, for a step without a plan.
-
-    Args:
-        offloaded: Whether a unit leaves the device, [num_stages, num_units].
-        kv_offloaded: Stages whose K and V are offloaded between forward and backward.
-        kv_recomputed: Stages that recompute K and V before their backward.
-        streams_weights: Whether weights live in another tier between their uses.
-        streams_gradients: Whether gradients live in another tier between their uses.
-    """
-    stages, units = offloaded.shape
-    costs = abstract_costs(stages, num_units=units, backward_s=1.0, weight_s=1.0)
-    leaves, recomputed = np.zeros((2, stages, units))
-    leaves[list(kv_offloaded)] = 1.0
-    recomputed[list(kv_recomputed)] = 1.0
-    return replace(
-        costs,
-        offload_bytes=costs.activation_bytes * offloaded,
-        kv_bytes=np.ones((stages, units)),
-        kv_offload_bytes=leaves,
-        kv_recompute_s=recomputed,
-        streamed_weight_bytes=np.full(stages, float(streams_weights)),
-        streamed_gradient_bytes=np.full(stages, float(streams_gradients)),
-    )
 
 
 def forward_part(schedule: Schedule) -> Schedule:

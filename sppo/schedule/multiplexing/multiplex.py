@@ -73,17 +73,8 @@ def multiplex(plain: Schedule, *, costs: Costs | None = None) -> Schedule:
         plain: Schedule with every unit on the rank of its stage; breadth first if ranks have
             several stages.
         costs: Costs that decide which units are cut; equal units and free messages if not given.
-
-    Raises:
-        ValueError: Costs for another number of stages or units.
     """
-    num_stages, num_units = plain.num_stages, plain.num_units
-    costs = costs or abstract_costs(num_stages, num_units=num_units)
-    if (costs.num_stages, costs.num_units) != (num_stages, num_units):
-        raise ValueError(
-            f"costs of {costs.num_stages} stages and {costs.num_units} units for {num_stages} "
-            f"stages and {num_units} units: make the costs for this schedule"
-        )
+    costs = costs or abstract_costs(plain.num_stages, num_units=plain.num_units)
     chosen = _chosen(plain, costs=costs)
     steps = CutSteps(plain, costs=costs, groups=chosen)
     whole = simulate(plain, costs=costs).makespan_s

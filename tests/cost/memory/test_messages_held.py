@@ -9,7 +9,8 @@ from sppo.cost.memory.messages_held import MOST_SENDS, tokens_held
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.program import equal_costs, generate, lower
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.program import generate, lower
 
 LENGTHS = (13, 8, 24, 5)
 
@@ -42,9 +43,8 @@ class Arrived:
 
 
 def program(schedule, ranks, *, virtual=1, sequences=2):
-    stages = ranks * virtual
-    offloaded = torch.zeros(stages, sequences * len(LENGTHS), dtype=torch.bool).numpy()
-    costs = equal_costs(offloaded=offloaded)
+    units = sequences * len(LENGTHS)
+    costs = abstract_costs(ranks * virtual, num_units=units, backward_s=1.0, weight_s=1.0)
     made = generate(
         schedule,
         num_ranks=ranks,

@@ -16,7 +16,7 @@ from sppo.schedule.msp_costs import msp_seconds
 from sppo.schedule.msp_groups import MspGroup, balanced_shards, routes_between
 from sppo.schedule.multiplexing import multiplex as multiplexing
 from sppo.schedule.multiplexing.cut_steps import CutSteps
-from sppo.schedule.multiplexing.multiplex import multiplex, multiplexed_ranks
+from sppo.schedule.multiplexing.multiplex import multiplexed_ranks
 from sppo.schedule.orders.names import order_of
 from sppo.schedule.program import generate, lower
 from sppo.schedule.simulation.simulate import simulate
@@ -204,29 +204,6 @@ def test_ranks_reduce_and_update_at_the_same_time(p, n, m, v):
     assert after <= before + 100.0 + 1e-9
 
 
-def test_flops_balanced_lengths():
-    """32K tokens in 8 FLOPs-balanced parts rounded to 128: nearly equal costs, unequal lengths."""
-    slope, total, n = 1 / 8192, 32768, 8
-    a_cost = total + slope * total**2 / 2
-    ends = [
-        round(((1 + 2 * slope * a_cost * k / n) ** 0.5 - 1) / slope / 128) * 128
-        for k in range(n + 1)
-    ]
-    lengths = tuple(end - begin for begin, end in zip(ends, ends[1:], strict=False))
-    cost = [e - b + slope * (e**2 - b**2) / 2 for b, e in zip(ends, ends[1:], strict=False)]
-    factors = [c / (sum(cost) / n) for c in cost]
-    costs = replace(abstract_costs(4, num_units=n, unit_factors=factors), context_slope=slope)
-    schedule = generate("sppo_msp", num_ranks=4, lengths=(lengths,), costs=costs)
-    plain = generate("sppo", num_ranks=4, lengths=(lengths,))
-    validate(schedule)
-    assert lengths[0] > 2 * lengths[-1]
-    assert simulate(plain, costs=costs).makespan_s == pytest.approx(33, rel=0.02)
-    assert simulate(schedule, costs=costs).makespan_s == pytest.approx(25, rel=0.02)
-    for cut in schedule.cuts:
-        assert list(cut.lengths) == sorted(cut.lengths, reverse=True)
-        assert sum(cut.lengths) == lengths[cut.subsequence]
-
-
 def test_several_sequences_follow_each_other_unless_overlapping_is_faster():
     two, twelve = make("sppo_msp", p=4, n=8, m=2), make("sppo_msp", p=4, n=8, m=12)
     assert play(two).makespan_s == pytest.approx(50)
@@ -244,11 +221,6 @@ def test_a_pipeline_of_many_msp_groups_is_still_chosen():
     schedule = make("sppo_msp", p=9, n=18, m=1)
     assert play(schedule).makespan_s < play(make("sppo", p=9, n=18, m=1)).makespan_s
     assert shards(schedule) > 0
-
-
-def test_costs_for_another_schedule_are_refused():
-    with pytest.raises(ValueError, match="costs of 2 stages and 3 units for 4 stages and 8"):
-        multiplex(make("sppo", p=4, n=8, m=1), costs=abstract_costs(2, num_units=3))
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(0, 500), st.floats(0, 1))
