@@ -188,9 +188,17 @@ class RankPlacer:
         order = np.argsort(-values, kind="stable")
         return pieces[order], int(np.isinf(values).sum())
 
-    def _kept(self, count: int) -> Counts:
-        """Return the rows of the inputs and of the most valuable pieces, [kinds, N, 3]."""
+    def _kept(self, count: int, *, left: int = 0) -> Counts:
+        """Return the rows of the inputs and of the most valuable pieces, [kinds, N, 3].
+
+        Args:
+            count: Number of pieces.
+            left: Rows of the last piece that are left out.
+        """
         found: Counts = np.where(self._places < count, self._tokens, 0)
+        if left:
+            piece = self._pieces[count - 1]
+            found.ravel()[piece] = max(0, found.ravel()[piece] - left)
         return found
 
     def _with_most_kept(
@@ -202,39 +210,20 @@ class RankPlacer:
             offered: Function that returns which rows may be offloaded beside rows that are kept.
         """
 
-        def placed(count: int) -> ActivationPlacement:
-            return self._placed(self._kept(count), offered(self._kept(count)))
+        def placed(count: int, cuts: int = 0) -> ActivationPlacement:
+            kept = self._kept(count, left=cuts * ROW_ALIGNMENT)
+            return self._placed(kept, offered(kept))
 
         if not self._fits(placed(self._always)):
             return None
-        count = _last_true(self._always, len(self._pieces), lambda n: self._fits(placed(n)))
-        if count == len(self._pieces) or not self._inputs.allow_partial:
+        every = len(self._pieces)
+        count = _last_true(self._always, every, lambda n: self._fits(placed(n)))
+        if count == every or not self._inputs.allow_partial:
             return placed(count)
-        return self._with_part(placed(count), int(self._pieces[count]))
-
-    def _with_part(self, placed: ActivationPlacement, piece: int) -> ActivationPlacement:
-        """Return a placement with as many rows of a further piece retained as fit.
-
-        At most one class of a subsequence is cut: another of the same subsequence is then not
-        offloaded.
-        """
-        unit, index = divmod(piece, len(CLASSES))
-
-        def partly(cuts: int) -> ActivationPlacement:
-            found = ActivationPlacement(*(table.copy() for table in placed))
-            retained, offloaded, recomputed = (table.reshape(-1, 3)[unit] for table in found)
-            for other in {*range(len(CLASSES))} - {index}:
-                rest = retained if retained[other] else recomputed
-                if rest[other]:
-                    rest[other], offloaded[other] = rest[other] + offloaded[other], 0
-            left = min(recomputed[index], (most - cuts) * ROW_ALIGNMENT)
-            retained[index], recomputed[index] = retained[index] + recomputed[index] - left, left
-            return found
-
-        most = -(-int(placed.recomputed.ravel()[piece]) // ROW_ALIGNMENT)
-        if not self._fits(partly(0)):
-            return placed
-        return partly(_last_true(0, most, lambda cuts: self._fits(partly(cuts))))
+        tokens = int(self._tokens[self._pieces[count] // len(CLASSES) % len(self._tokens), 0])
+        most = -(-tokens // ROW_ALIGNMENT)
+        kept = _last_true(0, most - 1, lambda n: self._fits(placed(count + 1, most - n)))
+        return placed(count + 1, most - kept)
 
     def _placed(
         self, kept: Counts, offered: Counts | None, *, rate: float | None = None
@@ -243,7 +232,8 @@ class RankPlacer:
 
         Args:
             kept: Rows that stay on the device or leave it, [kinds, N, 3].
-            offered: Rows of whole classes that may be offloaded, of the same shape; None for none.
+            offered: Rows that may be offloaded, of the same shape; None for none. At most one class
+                of a subsequence is cut: one that is kept in part is not offloaded.
             rate: Most bytes that are offloaded for each second of overlap; None for as many as the
                 tier has room for.
         """
@@ -255,11 +245,12 @@ class RankPlacer:
         # Only layers without attention output save inputs that layers share.
         recomputes = kept[:, :, ATTENTION] < self._inputs.tokens
         row_bytes[:, :, X_IN] += self._inputs.shared_input_bytes[:, None] * recomputes
+        in_part = (kept > 0) & (kept < self._tokens)
         offloaded = prefix_rows(
             np.minimum(wanted, rate * self._inputs.next_forward_s),
-            rows=offered,
+            rows=np.where(in_part, 0, offered),
             row_bytes=row_bytes,
-            allow_partial=self._inputs.allow_partial,
+            allow_partial=self._inputs.allow_partial & ~in_part.any(axis=2),
         )
         kept = np.maximum(kept, offloaded)
         return ActivationPlacement(kept - offloaded, offloaded, self._tokens - kept)
