@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -352,6 +353,15 @@ class RunConfig(Section):
     """Times at which the state is saved."""
     hardware: Auto | HardwareConfig = "auto"
     """Machine to plan for; auto: this machine."""
+
+    def with_values(self, values: Mapping[str, object]) -> RunConfig:
+        """Return the run with other values of some keys, named ``section.key``, without checks."""
+        sections: dict[str, Section] = {}
+        for name, value in values.items():
+            section, key = name.split(".")
+            changed = sections.get(section, getattr(self, section))
+            sections[section] = changed.model_copy(update={key: value})
+        return self.model_copy(update=sections)
 
     @property
     def initial_weights(self) -> str:

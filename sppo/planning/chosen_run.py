@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sppo.config.run import DEGREES, RunConfig
+from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
@@ -62,25 +62,15 @@ def _as_found(
         run: The request.
         found: Best candidate, or the rejection nearest to fitting, whose schedule stays open.
     """
-    candidate, degrees = found.candidate, found.degrees
+    candidate, parallel, sequence = found.candidate, run.parallel, run.sequence
     assert candidate is not None, "rejections without a candidate are not for memory"
-    virtual_stages = candidate.virtual_stages
-    open_degrees = run.parallel.open_degrees
-    parallel: dict[str, object] = {
-        name: degrees.by_name[name] for name in DEGREES if name in open_degrees
+    chosen: dict[str, object] = {
+        f"parallel.{name}": found.degrees.by_name[name] for name in parallel.open_degrees
     }
-    if virtual_stages > 1 and run.parallel.virtual_stages == "auto":
-        parallel["virtual_stages"] = virtual_stages
-    if isinstance(found, EvaluatedCandidate) and run.parallel.schedule == "auto":
-        parallel["schedule"] = candidate.schedule
-    sequence: dict[str, object] = {}
-    if run.sequence.num_subsequences == "auto" and run.sequence.boundaries is None:
-        sequence["num_subsequences"] = len(candidate.lengths)
-    keys = [f"parallel.{name}" for name in parallel] + [f"sequence.{name}" for name in sequence]
-    written = run.model_copy(
-        update={
-            "parallel": run.parallel.model_copy(update=parallel),
-            "sequence": run.sequence.model_copy(update=sequence),
-        }
-    )
-    return run_of_longest_samples(written), tuple(keys)
+    if candidate.virtual_stages > 1 and parallel.virtual_stages == "auto":
+        chosen["parallel.virtual_stages"] = candidate.virtual_stages
+    if isinstance(found, EvaluatedCandidate) and parallel.schedule == "auto":
+        chosen["parallel.schedule"] = candidate.schedule
+    if sequence.num_subsequences == "auto" and sequence.boundaries is None:
+        chosen["sequence.num_subsequences"] = len(candidate.lengths)
+    return run_of_longest_samples(run.with_values(chosen)), tuple(chosen)

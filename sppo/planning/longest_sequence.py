@@ -87,8 +87,6 @@ def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
 
 def with_length(run: RunConfig, tokens: int) -> RunConfig:
     """Return `run` with sequences of `tokens` tokens, without cuts written for another length."""
-    sequence = run.sequence
-    if tokens == sequence.length:
+    if tokens == run.sequence.length:
         return run
-    change = {"length": tokens, "boundaries": None}
-    return run.model_copy(update={"sequence": sequence.model_copy(update=change)})
+    return run.with_values({"sequence.length": tokens, "sequence.boundaries": None})

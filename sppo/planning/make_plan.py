@@ -16,14 +16,12 @@ from sppo.cost.stage_cost import row_bytes_of
 from sppo.planning.plan import PLAN_VERSION, ExecutionPlan, Prediction, StagePlan, boundaries_of
 from sppo.planning.planned_keys import planned_part
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.schedule.orders.names import LOOPED
 from sppo.version import __version__
 
 
 def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
     """Return the execution plan of `run` with the decisions of an evaluated candidate."""
     candidate = evaluated.candidate
-    places_kv = candidate.schedule == LOOPED
     return ExecutionPlan(
         version=PLAN_VERSION,
         made_by=__version__,
@@ -42,8 +40,8 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         predicted=predict(evaluated),
         program_digest=evaluated.executed_program().digest(),
         virtual_stages=candidate.virtual_stages,
-        kv=candidate.kv if places_kv and candidate.kv is not None else "retained",
-        kv_recomputed=candidate.kv_recomputed if places_kv else 0,
+        kv=candidate.kv or "retained",
+        kv_recomputed=candidate.kv_recomputed,
         state=candidate.state,
         activation_tier=candidate.tier,
     )
@@ -100,35 +98,25 @@ def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:
 
 
 def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
-    """Return the plan of each stage, in the order of the layers."""
-    candidate = evaluated.candidate
-    stages = []
-    for stage, layers in enumerate(candidate.stages):
-        stages.append(
-            StagePlan(
-                first_layer=layers.start,
-                num_layers=len(layers),
-                subsequences=_subsequences(evaluated, stage=stage),
-                memory=evaluated.memory[candidate.rank_of_stage(stage)],
-            )
-        )
-    return tuple(stages)
-
-
-def _subsequences(evaluated: EvaluatedCandidate, *, stage: int) -> tuple[SubsequencePlacement, ...]:
-    """Return the placement of each subsequence on a stage, with the offsets of its blocks.
+    """Return the plan of each stage, in the order of the layers.
 
     Packed blocks are contiguous in the tier; their offsets are decided here, not at run time.
     """
-    placement = evaluated.placement
-    shape = block_layout(evaluated.candidate, stage=stage)
-    sizes = stage_blocks(placement, shape, stage=stage).sum(axis=1).tolist()
-    offsets = [0, *accumulate(sizes[:-1])]
-    retained, offloaded, recomputed = (
-        [(int(x), int(a), int(rest)) for x, a, rest in table[stage].tolist()]
-        for table in (placement.retained, placement.offloaded, placement.recomputed)
+    candidate, placement = evaluated.candidate, evaluated.placement
+    rows = zip(
+        placement.retained.tolist(),
+        placement.offloaded.tolist(),
+        placement.recomputed.tolist(),
+        strict=True,
     )
-    return tuple(
-        SubsequencePlacement(*row)
-        for row in zip(retained, offloaded, recomputed, offsets, strict=True)
-    )
+    stages = []
+    for stage, (layers, of_stage) in enumerate(zip(candidate.stages, rows, strict=True)):
+        blocks = stage_blocks(placement, block_layout(candidate, stage=stage), stage=stage)
+        offsets = accumulate([0, *blocks.sum(axis=1).tolist()[:-1]])
+        subsequences = tuple(
+            SubsequencePlacement(tuple(retained), tuple(offloaded), tuple(recomputed), offset)
+            for retained, offloaded, recomputed, offset in zip(*of_stage, offsets, strict=True)
+        )
+        memory = evaluated.memory[candidate.rank_of_stage(stage)]
+        stages.append(StagePlan(layers.start, len(layers), subsequences, memory))
+    return tuple(stages)

@@ -10,34 +10,18 @@ from sppo.config.run import RunConfig
 from sppo.planning.plan import ExecutionPlan
 from sppo.quoting import one_line
 
-_PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
-    "model": None,
-    "data": ("samples", "isolate_documents"),
-    "sequence": None,
-    "parallel": (
-        "data_parallel_degree",
-        "pipeline_parallel_degree",
-        "virtual_stages",
-        "sequence_parallel_degree",
-        "sequence_parallel",
-        "schedule",
-        "multiplexed",
-        "zero",
-    ),
-    "activations": (
-        "policy",
-        "kv",
-        "input_every",
-        "offload_ratio",
-        "tier",
-        "host_memory",
-        "disk",
-        "disk_memory",
-    ),
-    "state": None,
-    "train": ("sequences_per_step", "samples_per_step", "tokens_per_step", "dtype"),
+_PLANNED_KEYS: dict[str, Any] = {
+    "model": True,
+    "data": {"samples", "isolate_documents"},
+    "sequence": True,
+    "parallel": True,
+    "activations": True,
+    "state": True,
+    "train": {"sequences_per_step", "samples_per_step", "tokens_per_step", "dtype"},
 }
-"""Keys of a run file that a plan holds, by section; None means all keys of the section."""
+"""Keys of a run file that a plan holds, by section; True means all keys of the section."""
+_EXCEPT: dict[str, Any] = {"parallel": {"timeout_s"}, "activations": {"debug"}}
+"""Keys of these sections that no plan rests on."""
 _NOT_OF_THE_SHAPE = (
     "preset",
     "from_hf",
@@ -52,12 +36,7 @@ _NOT_OF_THE_SHAPE = (
 
 def planned_part(run: RunConfig) -> dict[str, Any]:
     """Return the keys of `run` that a plan holds, by section, as plain JSON values."""
-    whole = run.model_dump(mode="json")
-    part = {}
-    for section, keys in _PLANNED_KEYS.items():
-        values = whole[section]
-        part[section] = values if keys is None else {key: values[key] for key in keys}
-    return part
+    return run.model_dump(mode="json", include=_PLANNED_KEYS, exclude=_EXCEPT)
 
 
 def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:

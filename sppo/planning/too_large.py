@@ -38,24 +38,16 @@ def too_large(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
         return text + also
     policy = run.activations.policy
     if policy in ("auto", "hybrid"):
-        how, change = "even with everything recomputed", _leave_device(run, candidate)
+        how = "even with everything recomputed"
+        change = "let state leave the device (state.optimizer, activations.disk, host_memory)"
     else:
-        how, change = f"with activations.policy={policy}", "write activations.policy=auto, "
+        how, change = f"with activations.policy={policy}", "write activations.policy=auto"
     return (
         f"a sequence of {run.sequence.length} tokens needs {format_bytes(shortfall.needed_bytes)} "
         f"(most of it {bucket_label(shortfall.bucket)}: {format_bytes(shortfall.bucket_bytes)}) "
-        f"{how}, and {format_bytes(shortfall.available_bytes)} may be used; {change}shorten "
+        f"{how}, and {format_bytes(shortfall.available_bytes)} may be used; {change}, shorten "
         "sequence.length or take a smaller model"
     )
-
-
-def _leave_device(run: RunConfig, candidate: Candidate) -> str:
-    """Return advice on what would let optimizer states leave the device; empty if they may."""
-    hardware = candidate.workload.hardware
-    on_cpu, node = hardware.device.kind == "cpu", hardware.node
-    if not (node.disk_bytes if on_cpu else node.host_memory_bytes):
-        return f"write activations.{'disk=DIR' if on_cpu else 'host_memory=auto'}, "
-    return "write state.optimizer=auto, " if run.state.optimizer == "device" else ""
 
 
 def tier_too_small(

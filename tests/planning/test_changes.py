@@ -82,23 +82,6 @@ def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
     assert "of host memory a node" in found.effect
 
 
-@pytest.mark.exhaustive
-def test_where_only_less_would_fit_all_that_is_written_may_be_given_up():
-    conditions = {
-        "parallel": {"pipeline_parallel_degree": 1},
-        "activations": {"policy": "retain", "tier": "device"},
-        "state": {"optimizer": "device"},
-    }
-    advice = advised(request("llama-3.1-8b", length="256Ki", devices=4, **conditions))
-    assert any(change.startswith("sequence.length=") for change in advice)
-    assert (
-        "leave out parallel.pipeline_parallel_degree, activations.policy, activations.tier, "
-        "state.optimizer"
-    ) in advice
-    followed = request("llama-3.1-8b", length="256Ki", devices=4)
-    assert fits_at_all(followed, hardware_for(followed.hardware))
-
-
 def test_advice_to_change_degrees_is_for_the_cpu_that_the_changed_run_sees():
     """Fewer ranks have larger parts of the CPU, and more nodes have fewer ranks each."""
     model = {"preset": "tiny", "num_layers": 4}

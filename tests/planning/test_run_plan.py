@@ -121,14 +121,11 @@ def test_state_leaves_a_cpu_by_itself_and_a_refusal_names_the_key():
     run = run_config()
     free = int(peak_bytes("recompute") / USABLE_FRACTION) - 12 * MIB
     small = {"hardware": LAPTOP, "available_bytes": free}
-    with pytest.raises(MemoryError, match=r"; write activations\.disk=DIR, shorten"):
+    with pytest.raises(MemoryError, match=r"leave the device \(state\.optimizer, activations"):
         plan_run(run, **small)
     disk = run.activations.model_copy(update={"disk": "spill"})
     run = run.model_copy(update={"activations": disk})
     assert plan_run(run, disk_bytes=PLENTY, **small).state.optimizer == "disk"
-    stays = run.model_copy(update={"state": run.state.model_copy(update={"optimizer": "device"})})
-    with pytest.raises(MemoryError, match=r"; write state\.optimizer=auto, shorten"):
-        plan_run(stays, disk_bytes=PLENTY, **small)
 
 
 @pytest.mark.parametrize("length", [4096, 16384, 65536])
