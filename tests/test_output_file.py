@@ -190,11 +190,6 @@ def test_a_directory_that_cannot_be_written_to_is_refused(path, monkeypatch):
         check_output_files({"-o": path})
 
 
-def test_old_and_new_names_pass(path):
-    check_output_files({"-o": path, "--trace": path.with_name("new"), "--x": None})
-    assert path.read_bytes() == OLD
-
-
 def test_text_is_utf_8(tmp_path):
     write_text(tmp_path / "text", "→\n")
     assert (tmp_path / "text").read_bytes() == "→\n".encode()

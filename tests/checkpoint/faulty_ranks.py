@@ -2,11 +2,9 @@
 
 import errno
 import os
-import resource
 import shutil
 import signal
 from collections import namedtuple
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,17 +24,7 @@ from tests.checkpoint.resharding_ranks import (
     names,
     tensor_of,
 )
-
-
-@contextmanager
-def file_limit():
-    """No file grows beyond a few KB: the disk of this rank is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.test_output_file import file_size_limit
 
 
 def is_no_directory(path):
@@ -60,7 +48,7 @@ class Unportable(RuntimeError):
 
 
 FAULTS = {
-    "file size": file_limit,
+    "file size": lambda: file_size_limit(6000),
     "write": lambda: patch.object(
         checkpoint_tensors._WatchedFile, "write", side_effect=OSError(errno.EIO, "I/O error")
     ),

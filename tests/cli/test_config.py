@@ -60,13 +60,8 @@ def test_check_lists_all_that_is_wrong(tmp_path):
         assert "Did you mean 'alignment'?" in error
         assert "train.steps" in error
         assert "section.key=value" in error
-    assert tree(tmp_path) == before
-
-
-def test_check_as_json(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(BAD)
     result = call("config", "check", path, "--json")
+    assert tree(tmp_path) == before
     assert result.exit_code == 2
     assert result.stderr == ""
     report = json.loads(result.stdout)

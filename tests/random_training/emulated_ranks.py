@@ -113,20 +113,20 @@ class _Message:
     late: bool
     sent: Tensor | None = None
     received: Tensor | None = None
-    offloaded: bool = False
+    moved: bool = False
     num_ranks: int = 2
 
     def is_posted(self) -> bool:
         return self.sent is not None and self.received is not None
 
     def move(self) -> None:
-        if self.offloaded:
+        if self.moved:
             return
         assert self.sent is not None
         assert self.received is not None
         _same_kind(self.sent, self.received)
         self.received.view(-1).copy_(self.sent.view(-1))
-        self.offloaded = True
+        self.moved = True
 
 
 @dataclass(eq=False)
@@ -266,7 +266,7 @@ class Distributed:
             self._turns.wait(lambda: self._streams.has_run(message), what)
             message.move()
 
-        return _Work(complete, lambda: message.offloaded)
+        return _Work(complete, lambda: message.moved)
 
     # Collectives
 

@@ -57,7 +57,6 @@ class StepResult:
     program: tuple[str, ...]
     peaks: Any
     """Bytes that the engine held at most."""
-    """By stage, what was held at most to compute pieces of its units."""
     copies: Any
     """What moved to the other tier and back."""
 

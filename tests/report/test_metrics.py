@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import resource
 from dataclasses import asdict
 from unittest import mock
 
@@ -11,6 +10,7 @@ import pytest
 
 from sppo.report.metrics import JsonlSink, StepMetrics, TensorBoardSink, read_metrics
 from sppo.report.step_line import step_line
+from tests.test_output_file import file_size_limit
 
 REQUIRED = {
     *("step", "loss", "grad_norm", "lr", "tokens", "step_s", "predicted_step_s", "tokens_per_s"),
@@ -134,13 +134,11 @@ def test_a_line_that_finds_no_room_is_taken_back(tmp_path, fits):
     sink = JsonlSink(path, resume_step=0)
     sink.write(_metrics(1))
     whole = path.read_bytes()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + fits, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as caught:
-            sink.write(_metrics(2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with (
+        pytest.raises(OSError, match="File too large") as caught,
+        file_size_limit(len(whole) + fits),
+    ):
+        sink.write(_metrics(2))
     assert caught.value.filename == str(path)
     assert path.read_bytes() == whole
     sink.write(_metrics(2))

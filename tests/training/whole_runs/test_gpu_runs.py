@@ -15,7 +15,6 @@ from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import choose_device
 from sppo.training.job import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
-from tests.tiers import default_of
 from tests.training.jobs import evaluate_initial, losses, train_alone, train_rank
 from tests.training.whole_runs.test_parallel_runs import MODEL, overrides
 
@@ -43,19 +42,6 @@ def train_on_a_fake_gpu(rank, directory, arguments):
     )
 
 
-IN_HOST_MEMORY = {
-    "optimizer": ((2, 1, 1), {"state.optimizer": "host"}),
-    "all": (
-        (1, 2, 1),
-        {
-            "model.num_layers": 4,
-            "parallel.virtual_stages": 2,
-            **dict.fromkeys(("state.weights", "state.gradients", "state.optimizer"), "host"),
-        },
-    ),
-}
-
-
 def train_with_state_in_host_memory(rank, directory, arguments):
     """Steps done by one rank, and how long it would wait for a device that stands still."""
     with mock.patch.object(cuda_device, "CudaLane", wraps=CudaLane) as made:
@@ -63,11 +49,13 @@ def train_with_state_in_host_memory(rank, directory, arguments):
     return steps, made.call_args.kwargs["failed_step_timeout_s"]
 
 
-@pytest.mark.parametrize("which", default_of(IN_HOST_MEMORY, "all"))
-def test_ranks_unlock_the_state_that_they_keep_in_host_memory(ranks, work, run_file, which):
-    shape, how = IN_HOST_MEMORY[which]
-    run_file(model=MODEL, train={"steps": 2, "dtype": "bf16", "sequences_per_step": 2})
-    arguments = overrides(shape, 2, **how)
+def test_ranks_unlock_the_state_that_they_keep_in_host_memory(ranks, work, run_file):
+    run_file(
+        model={**MODEL, "num_layers": 4},
+        train={"steps": 2, "dtype": "bf16", "sequences_per_step": 2},
+        state=dict.fromkeys(("weights", "gradients", "optimizer"), "host"),
+    )
+    arguments = overrides((1, 2, 1), 2, **{"parallel.virtual_stages": 2})
     done = ranks.run(train_with_state_in_host_memory, work, arguments, ranks=2)
     assert done == [(2, FAILED_STEP_TIMEOUT_S)] * 2
 
