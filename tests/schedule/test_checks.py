@@ -58,6 +58,8 @@ ZB = make("seq_zb_h1", p=2, n=2, m=2)
 SENT = place_messages(SEQ)
 COPIED = place_copies(SEQ, offloaded=np.array([[True, True, False, False]] * 2))
 MSP = make("sppo_msp", p=2, n=4, m=1)
+LOOPED = make("looped_bfs", p=1, v=2, n=2, m=1)
+KEYS, AGAIN = place_copies(LOOPED, kv_offloaded=[0]), place_copies(LOOPED, kv_recomputed=[0])
 MUST_FAIL = {
     "duplicate": (SEQ, 0, add("0F0.1", before="0B0.1"), "coverage", "0F0.1 is there more"),
     "missing": (SEQ, 1, without("1B1.0"), "coverage", "1B1.0 is missing"),
@@ -74,6 +76,12 @@ MUST_FAIL = {
     "copy back early": (COPIED, 0, move("0H2D0.0", before="0D2H0.0"), "copy order", "0H2D0.0"),
     "copy out only": (COPIED, 0, without("0H2D0.1"), "coverage", "0H2D0.1 is missing"),
     "copy back only": (COPIED, 0, without("0D2H0.1"), "coverage", "0D2H0.1 is missing"),
+    "keys out only": (KEYS, 0, without("0H2D_KV0.1"), "coverage", "0H2D_KV0.1 is missing"),
+    "keys of one unit": (KEYS, 0, without("0H2D_KV0.1", "0D2H_KV0.1"), "coverage", "is missing"),
+    "keys late": (KEYS, 0, move("0H2D_KV0.1", before="0B0.0"), "copy order", "before 0H2D_KV0.1"),
+    "not recomputed": (AGAIN, 0, without("0KV0.0"), "coverage", "0KV0.0 is missing"),
+    "recomputed late": (AGAIN, 0, move("0KV0.0", before="0B0.0"), "copy order", "before 0KV0.0"),
+    "copied and recomputed": (KEYS, 0, add("0KV0.0", before="1B0.1"), "placement", "move already"),
     "lost message": (SENT, 0, without("0SEND_ACT0.1"), "message coverage", "ACT0.1 is missing"),
     "lost receive": (SENT, 1, without("1RECV_ACT0.1"), "message coverage", "ACT0.1 is missing"),
     "twice sent": (SENT, 0, add("0SEND_ACT0.1"), "message coverage", "more than once"),

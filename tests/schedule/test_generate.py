@@ -140,16 +140,6 @@ def test_the_looped_order_takes_sequences_together_only_to_fill_the_ranks():
         assert kinds == ("F" * (4 * n // groups) + "B" * (4 * n // groups)) * groups
 
 
-def test_a_reduction_stands_behind_the_last_gradient_of_its_stage():
-    schedule = make("interleaved_seq1f1b", p=2, v=2, n=2, m=2)
-    for program in schedule.programs:
-        for index, action in enumerate(program):
-            if action.kind is ActionKind.REDUCE:
-                assert program[index - 1].kind is ActionKind.B
-                assert program[index - 1].stage == action.stage
-                assert all(later.stage != action.stage for later in program[index + 1 :])
-
-
 def test_zero_bubble_delays_the_weights_of_later_ranks():
     schedule = make("zb_h1", p=2, n=1, m=3)
     assert order(schedule, 0) == [

@@ -39,21 +39,6 @@ def _costs(schedule: Schedule, *, seed: int) -> Costs:
     )
 
 
-def _offloading(schedule: Schedule, *, slow: CopyEngines) -> Costs:
-    """Return costs with offloaded activations whose copies flow layer by layer."""
-    costs = _costs(schedule, seed=0)
-    ones = np.ones_like(costs.forward_s)
-    flows = (LayerCopies(layers=4, out=2, back=1),) * schedule.num_stages
-    return replace(
-        costs,
-        activation_bytes=ones,
-        offload_bytes=ones,
-        copies=slow,
-        state_copies=slow,
-        layer_copies=flows,
-    )
-
-
 @pytest.mark.parametrize("name", SUBSEQUENCE_SCHEDULES)
 def test_a_step_that_differs_in_its_compute_alone_is_explained_by_it(name: str) -> None:
     planned = _costs(_schedule(name), seed=0)
@@ -82,12 +67,15 @@ def test_what_compute_does_not_explain_is_time_between_its_actions() -> None:
 
 def test_waits_for_copies_inside_compute_are_counted_once() -> None:
     plain = _schedule("seq1f1b")
-    slow = _offloading(plain, slow=CopyEngines(0.1, 0.1))
+    fast = _costs(plain, seed=0)
+    fast = replace(fast, offload_bytes=fast.activation_bytes)
+    slow = replace(
+        fast,
+        copies=CopyEngines(0.1, 0.1),
+        layer_copies=(LayerCopies(layers=4, out=2, back=1),) * plain.num_stages,
+    )
     schedule = lower(plain, costs=slow)
-    fast = replace(slow, copies=CopyEngines(), state_copies=None, layer_copies=())
     # A run measures a wait for a copy as a part of the action that waited.
-    waiting = replace(fast, backward_s=slow.backward_s + 0.5)
-    measured = simulate(schedule, costs=waiting)
-    explained_s = step_seconds(measured, costs=slow)
-    assert explained_s == pytest.approx(measured.makespan_s)
+    measured = simulate(schedule, costs=replace(fast, backward_s=slow.backward_s + 0.5))
+    assert step_seconds(measured, costs=slow) == pytest.approx(measured.makespan_s)
     assert simulate(schedule, costs=slow).makespan_s > 2 * measured.makespan_s

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule.costs import abstract_costs
-from sppo.schedule.simulation.simulate import DeadlockError, simulate
+from sppo.schedule.costs import Link, Links, abstract_costs
+from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
 from tests.tiers import examples
@@ -154,31 +154,12 @@ def test_waiting_for_a_message_is_told_from_waiting_for_its_sender():
     assert first.idle_s("bubble") == 3.5
 
 
-def test_a_slow_link_passes_one_message_at_a_time():
-    schedule = make("sppo", p=2, n=3, m=1, forward_only=True)
-    costs = abstract_costs(2, num_units=3)
-    links = replace(costs.links, default=replace(costs.links.default, bytes_per_s=0.5))
-    costs = replace(costs, links=links, message_bytes=np.ones(3))
-    starts = simulate(schedule, costs=costs).ranks[1].start_s
-    assert starts.tolist() == [3, 5, 7]
-
-
-def test_a_link_of_its_own_changes_only_that_pair():
-    schedule = make("sppo", p=3, n=1, m=1, forward_only=True)
-    costs = abstract_costs(3, num_units=1)
-    slow = replace(costs.links.default, latency_s=5)
-    costs = replace(costs, links=replace(costs.links, between={(1, 2): slow}))
-    timeline = simulate(schedule, costs=costs)
-    assert [track.start_s.tolist() for track in timeline.ranks] == [[0], [1], [7]]
-
-
-def test_a_circle_is_named():
-    schedule = make("sppo", p=2, n=1, m=2)
-    first, second = schedule.programs
-    swapped = (second[1], second[0], *second[2:])
-    broken = schedule.with_programs((first, swapped))
-    with pytest.raises(DeadlockError, match=r"rank 1 at action 1, 1B0.0, waits for 1F0.0"):
-        play(broken)
+def test_a_slow_link_passes_one_message_at_a_time_and_slows_no_other_link():
+    schedule = make("sppo", p=3, n=3, m=1, forward_only=True)
+    links = Links(between={(1, 2): Link(bytes_per_s=0.5)})
+    costs = replace(abstract_costs(3, num_units=3, links=links), message_bytes=np.ones(3))
+    starts = [track.start_s.tolist() for track in simulate(schedule, costs=costs).ranks]
+    assert starts == [[0, 1, 2], [1, 2, 3], [4, 6, 8]]
 
 
 def test_evaluation_keeps_activations_of_one_unit_only():

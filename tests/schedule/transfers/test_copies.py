@@ -62,21 +62,6 @@ def test_figure_8_adaptive_offload_peaks_at_5_and_hides():
     assert all(track.idle_s("copy") == 0 for track in adaptive.ranks)
 
 
-def test_the_adaptive_ratio_is_what_one_forward_hides():
-    _, costs = abstract_case(
-        AbstractCase(
-            schedule="sppo",
-            ranks=2,
-            sequences=1,
-            subsequences=4,
-            unit_sizes=(3.0, 2.0, 1.0, 1.0),
-            offload_ratio="adaptive",
-        )
-    )
-    ratios = costs.offload_bytes / costs.activation_bytes
-    assert ratios[0].tolist() == pytest.approx([1 / 3, 1 / 2, 1, 0])
-
-
 @pytest.mark.parametrize("name", ["seq1f1b", "interleaved_seq1f1b", "seq_zb_h1", "sppo_msp"])
 def test_copies_fit_every_schedule(name):
     schedule = make(name, p=3, v=2 if name.startswith("inter") else 1, n=4, m=2)

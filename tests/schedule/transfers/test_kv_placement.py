@@ -15,7 +15,6 @@ from sppo.schedule.costs import CopyEngines, LayerCopies, abstract_costs
 from sppo.schedule.program import generate, lower
 from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.transfers.copies import place_copies
 from tests.schedule.cases import make, peaks
 from tests.tiers import examples
 
@@ -138,34 +137,6 @@ def test_blocks_follow_a_backward_that_waits_for_keys():
     layer_s, block_s, ahead = 2 / 6, 0.5 / 6, 2
     last_s = starts_s["0B0.0"] + (5 - ahead) * layer_s + block_s
     assert ends_s["0H2D0.0"] == pytest.approx(last_s)
-
-
-def test_rules():
-    whole = place_copies(make("looped_bfs", p=1, v=2, n=2, m=1), kv_offloaded=[0])
-    (actions,) = whole.programs
-    texts = [str(a) for a in actions]
-
-    def broken(*order):
-        return find_violations(whole.with_programs((tuple(actions[i] for i in order),)))
-
-    every = list(range(len(actions)))
-    out, back = texts.index("0D2H_KV0.1"), texts.index("0H2D_KV0.1")
-    (found, *_) = broken(*[i for i in every if i != back])
-    assert "0H2D_KV0.1 is missing" in str(found)
-    (found, *_) = broken(*[i for i in every if i not in (out, back)])
-    assert "0D2H_KV0.1 is missing" in str(found)
-    again = place_copies(make("looped_bfs", p=1, v=2, n=2, m=1), kv_recomputed=[0])
-    (ordered,) = again.programs
-    swapped = [a for a in ordered if str(a) != "0KV0.0"]
-    (found, *_) = find_violations(again.with_programs((tuple(swapped),)))
-    assert "0KV0.0 is missing" in str(found)
-    late = [*swapped, next(a for a in ordered if str(a) == "0KV0.0")]
-    (found, *_) = find_violations(again.with_programs((tuple(late),)))
-    assert "0B0.1 stands before 0KV0.0" in str(found)
-    late = [i for i in every if i != back]
-    late.insert(texts.index("0B0.1"), back)
-    (found, *_) = broken(*late)
-    assert "0B0.1 stands before 0H2D_KV0.1" in str(found)
 
 
 def test_units_that_are_cut_keep_their_keys():
