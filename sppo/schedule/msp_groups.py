@@ -42,7 +42,6 @@ class Route:
 class MspGroup:
     """Unit on a stage that is run in shards: `ranks[k]` runs shard k of `lengths[k]` tokens."""
 
-    slot: int
     ranks: tuple[int, ...]
     lengths: tuple[int, ...]
 

@@ -350,9 +350,7 @@ class Schedule:
         for cut in self.cuts:
             lengths[self.slot(cut.stage, (cut.sequence, cut.subsequence))] = cut.lengths
         return {
-            slot: MspGroup(
-                slot, tuple(ranks.get(shard, -1) for shard in range(widths[slot])), lengths[slot]
-            )
+            slot: MspGroup(tuple(ranks.get(k, -1) for k in range(widths[slot])), lengths[slot])
             for slot, ranks in sorted(ranks_of.items())
         }
 

@@ -8,6 +8,7 @@ simulation (:mod:`sppo.schedule.simulation.simulate`) of the program, without ma
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -79,71 +80,47 @@ class CutSteps:
 
     def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
         """Return the simulated seconds of a step with exactly the MSP groups `chosen`."""
-        num_ranks = self.plain.num_ranks
+        units, size, rank_of = self._units, self._size, self._rank_of
+        num_ranks, num_sequences = self.plain.num_ranks, self.plain.num_sequences
         free, sent = [0.0] * num_ranks, [0.0] * num_ranks**2
-        for sequence in range(self.plain.num_sequences):
-            order = self._order(sequence, chosen)
-            self._walk(order, Op.F, sequence, chosen, free=free, sent=sent)
-            self._walk(order[::-1], Op.B, sequence, chosen, free=free, sent=sent)
+        passes = itertools.product(range(num_sequences), (Op.F, Op.B))
+        order: list[int] = []
+        for sequence, code in passes:
+            # Backwards take the reverse order, and the way back from stage to stage.
+            order = self._order(sequence, chosen) if code == Op.F else order[::-1]
+            to_next, to_before = (units, -1) if code == Op.F else (-units, 1)
+            begins, ends = order[0] % units, order[-1] % units
+            reduces = code == Op.B and sequence == num_sequences - 1
+            whole_s, made, arrived = self._whole_s[code], [0.0] * size, [0.0] * size
+            for slot in order:
+                stage, unit = divmod(slot, units)
+                start = arrived[slot]
+                if unit != begins and made[slot + to_before] > start:
+                    start = made[slot + to_before]
+                if slot in chosen:
+                    ranks = chosen[slot].ranks
+                    start = max(start, *[free[rank] for rank in ranks])
+                    end = start + self._cut_s[code, slot]
+                    for rank in ranks:
+                        free[rank] = end
+                else:
+                    rank = rank_of[stage]
+                    start = free[rank] if free[rank] > start else start
+                    end = free[rank] = start + whole_s[slot]
+                made[slot] = end
+                target = slot + to_next
+                if 0 <= target < size:
+                    arrival = end
+                    for edge, wire_s, latency_s in self._sent(slot, target, chosen):
+                        gone = (sent[edge] if sent[edge] > end else end) + wire_s
+                        sent[edge] = gone
+                        if gone + latency_s > arrival:
+                            arrival = gone + latency_s
+                    arrived[target] = arrival
+                if reduces and unit == ends and stage >= num_ranks:
+                    free[rank_of[stage]] += self._reduce_s[stage]
         # A rank's first stage ends last; its reduction is at the end of the rank's program.
         return max(end + seconds for end, seconds in zip(free, self._reduce_s, strict=False))
-
-    def _walk(
-        self,
-        order: Sequence[int],
-        code: int,
-        sequence: int,
-        chosen: Mapping[int, MspGroup],
-        *,
-        free: list[float],
-        sent: list[float],
-    ) -> None:
-        """Run the forwards or backwards of one sequence in their order.
-
-        Args:
-            order: Slots in their order.
-            code: F or B.
-            sequence: Index of the sequence.
-            chosen: MSP groups, by slot.
-            free: Time at which each rank is free, updated.
-            sent: Time at which each link is free, [sender x ranks + receiver], updated.
-        """
-        units, size, rank_of, num_ranks = self._units, self._size, self._rank_of, len(free)
-        whole_s, cut_s = self._whole_s[code], self._cut_s
-        begins = self._offsets[sequence]
-        ends = begins + len(self.plain.lengths[sequence]) - 1
-        to_next, to_before = units, -1
-        if code == Op.B:
-            begins, ends, to_next, to_before = ends, begins, -units, 1
-        reduces = code == Op.B and sequence == self.plain.num_sequences - 1
-        made, arrived = [0.0] * size, [0.0] * size
-        for slot in order:
-            stage, unit = divmod(slot, units)
-            start = arrived[slot]
-            if unit != begins and made[slot + to_before] > start:
-                start = made[slot + to_before]
-            group = chosen.get(slot)
-            if group is None:
-                rank = rank_of[stage]
-                start = free[rank] if free[rank] > start else start
-                end = free[rank] = start + whole_s[slot]
-            else:
-                start = max(start, *[free[rank] for rank in group.ranks])
-                end = start + cut_s[code, slot]
-                for rank in group.ranks:
-                    free[rank] = end
-            made[slot] = end
-            target = slot + to_next
-            if 0 <= target < size:
-                arrival = end
-                for edge, wire_s, latency_s in self._sent(slot, target, chosen):
-                    gone = (sent[edge] if sent[edge] > end else end) + wire_s
-                    sent[edge] = gone
-                    if gone + latency_s > arrival:
-                        arrival = gone + latency_s
-                arrived[target] = arrival
-            if reduces and unit == ends and stage >= num_ranks:
-                free[rank_of[stage]] += self._reduce_s[stage]
 
     def _sent(self, slot: int, target: int, chosen: Mapping[int, MspGroup]) -> _Messages:
         """Return the messages of a unit to an adjacent stage."""

@@ -92,11 +92,11 @@ def _chosen(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
     if len(plain.lengths) > 1 and len({*plain.lengths}) == 1 and costs.repeats(count):
         one = Schedule(plain.name, placement, plain.lengths[:1], plain.columns)
         found = _chosen(one, costs=costs.of_first_units(count))
-        slots = {slot: divmod(slot, count) for slot in found}
+        firsts = range(0, total, count)
         return {
-            there: replace(found[slot], slot=there)
-            for slot, (stage, unit) in slots.items()
-            for there in range(stage * total + unit, (stage + 1) * total, count)
+            slot // count * total + first + slot % count: group
+            for slot, group in found.items()
+            for first in firsts
         }
     if placement.num_virtual > _ENDS:
         stages = range(placement.num_stages)
@@ -104,8 +104,7 @@ def _chosen(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
         both_ends = replace(placement, num_virtual=_ENDS)
         two = Schedule(plain.name, both_ends, plain.lengths, plain.columns)
         found = _chosen(two, costs=costs.of_stages(ends))
-        there = {slot: ends[slot // total] * total + slot % total for slot in found}
-        return {there[slot]: replace(group, slot=there[slot]) for slot, group in found.items()}
+        return {ends[slot // total] * total + slot % total: own for slot, own in found.items()}
     groups = _possible_groups(plain, costs=costs)
     steps = CutSteps(plain, costs=costs, groups=groups)
     return _shortest(steps)
@@ -129,7 +128,7 @@ def _possible_groups(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
                         start=starts[subsequence],
                         context_slope=costs.context_slope,
                     )
-                    groups[slot] = MspGroup(slot, tuple(ranks), lengths)
+                    groups[slot] = MspGroup(tuple(ranks), lengths)
     return groups
 
 

@@ -258,7 +258,7 @@ def test_helpers_get_everything_for_every_unit():
         links=Links(Link(0.0, 1.0)),
     )
     schedule = make("sppo", p=3, n=6, m=1)
-    groups = {slot: MspGroup(slot, (0, 1, 2), (16,)) for slot in (0, 2 * 6 + 4, 2 * 6 + 5)}
+    groups = {slot: MspGroup((0, 1, 2), (16,)) for slot in (0, 2 * 6 + 4, 2 * 6 + 5)}
     seconds = msp_seconds(schedule, groups=groups, costs=costs)
     # Stage 2, right units 4 and 5 on ranks 0..2, behind four and five units.
     assert seconds[0, 2 * 6 + 4] == pytest.approx(4 + 1)
