@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.config.model import ModelConfig
-from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import layer_shapes
-from sppo.hardware.rates import Floats
 
 BACKWARD_RATIO = 2.0
 FLASH_BACKWARD_RATIO = 2.5
@@ -93,36 +91,6 @@ def partition_costs(model: ModelConfig) -> tuple[float, float]:
         else:
             linear += pair_flops(model) * window
     return linear, quadratic
-
-
-def executed_step_flops(
-    model: ModelConfig,
-    parts: SampleParts,
-    *,
-    linear_recomputed: Floats,
-    attention_recomputed: Floats,
-) -> int:
-    """Return the FLOPs that a step executes under an activation policy (numerator of ``hfu``).
-
-    Recomputation of K and V is not counted.
-
-    Args:
-        model: Shape of the model.
-        parts: Parts of the samples in each subsequence of the step.
-        linear_recomputed: Fraction of each subsequence whose linear class is recomputed.
-        attention_recomputed: Fraction of each subsequence whose attention is recomputed.
-    """
-    tokens = parts.tokens
-    begins, ends = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
-    pairs = np.zeros_like(begins)
-    for index in range(model.num_layers):
-        pairs += causal_pairs(begins, ends, window=model.window_of(index))
-    attention = pair_flops(model) * parts.by_subsequence(pairs.astype(np.float64))
-    linear = (layer_flops(model) * model.num_layers + head_flops(model)) * float(tokens.sum())
-    again = linear_recomputed * tokens * recomputed_linear_flops(model) * model.num_layers
-    forward = linear + attention.sum()
-    backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * attention.sum()
-    return int(forward + backward + again.sum() + (attention_recomputed * attention).sum())
 
 
 def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:

@@ -30,7 +30,16 @@ from sppo.activations.tensor_classes import (
     tensor_bytes_per_token,
 )
 from sppo.cost.candidate import Candidate, of_ranks
-from sppo.cost.flops import executed_step_flops, partition_costs, recomputed_linear_flops
+from sppo.cost.flops import (
+    BACKWARD_RATIO,
+    FLASH_BACKWARD_RATIO,
+    causal_pairs,
+    head_flops,
+    layer_flops,
+    pair_flops,
+    partition_costs,
+    recomputed_linear_flops,
+)
 from sppo.cost.kv import kv_offload_bytes, kv_recompute_seconds, kv_tokens
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
@@ -348,16 +357,22 @@ def placed_bytes(
 
 
 def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
-    """Return the FLOPs that a step of one replica executes, including recomputation."""
-    layers = candidate.layer_counts
+    """Return the FLOPs that a step of one replica executes (numerator of ``hfu``).
+
+    Recomputation counts, but not that of K and V.
+    """
+    model, parts, layers = candidate.workload.model, candidate.sample_parts, candidate.layer_counts
+    spans = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
+    pairs: Table = np.zeros(len(parts.begins))
+    for index in range(model.num_layers):
+        pairs += causal_pairs(*spans, window=model.window_of(index))
+    attention = pair_flops(model) * parts.by_subsequence(pairs)
+    linear = layer_flops(model) * model.num_layers + head_flops(model)
     rows = np.tensordot(layers / layers.sum(), placement.recomputed, axes=1)
-    shares = rows / np.array(candidate.lengths)[:, None]
-    return candidate.sequences * executed_step_flops(
-        candidate.workload.model,
-        candidate.sample_parts,
-        linear_recomputed=shares[:, LINEAR],
-        attention_recomputed=shares[:, ATTENTION],
-    )
+    again = rows[:, LINEAR] * recomputed_linear_flops(model) * model.num_layers
+    again += rows[:, ATTENTION] / np.array(candidate.lengths) * attention
+    flops = (1 + BACKWARD_RATIO) * linear * float(parts.tokens.sum()) + again.sum()
+    return candidate.sequences * int(flops + (1 + FLASH_BACKWARD_RATIO) * attention.sum())
 
 
 def kinds_of_stages(

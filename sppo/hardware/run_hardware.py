@@ -26,28 +26,16 @@ def run_hardware(run: RunConfig) -> HardwareSpec:
             machine does not support.
         OSError: The file cannot be read.
     """
-    hardware = _named_machine(run)
-    parallel = run.parallel
+    from sppo.hardware.this_machine import as_seen_by_ranks, detect_machine
+
+    here, parallel = detect_machine(), run.parallel
+    hardware = hardware_for(run.hardware, this_machine=here)
     ranks = (
         parallel.data_parallel_degree
         * parallel.pipeline_parallel_degree
         * parallel.sequence_parallel_degree
     )
-    if hardware.device.kind != "cpu":
-        return hardware
-    from sppo.hardware.this_machine import as_seen_by_ranks, detect_machine
-
-    return as_seen_by_ranks(hardware, ranks, is_here=hardware.name == detect_machine().name)
-
-
-def _named_machine(run: RunConfig) -> HardwareSpec:
-    """Return the machine that the run file names, or this one."""
-    config = run.hardware
-    if config != "auto" and (config.file is not None or config.preset is not None):
-        return hardware_for(config)
-    from sppo.hardware.this_machine import detect_machine
-
-    return hardware_for(config, this_machine=detect_machine())
+    return as_seen_by_ranks(hardware, ranks, is_here=hardware.name == here.name)
 
 
 def hardware_for(

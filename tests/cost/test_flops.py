@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import POLICIES
-from sppo.config import PRESETS
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
+from sppo.config import PRESETS as MODELS
 from sppo.config.model import ModelConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.flops import (
     causal_pairs,
-    executed_step_flops,
     forward_flops,
     head_flops,
     layer_flops,
@@ -17,7 +19,9 @@ from sppo.cost.flops import (
     partition_costs,
     step_flops,
 )
-from sppo.cost.packed_sequence import parts_of_sequence
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import executed_flops
+from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
 from tests.kernels.attention.reference import visible_pairs
 from tests.tiers import each_once
@@ -59,15 +63,17 @@ def test_executed_products_are_those_counted(variant, policy):
         trained.step(sequences, [(0, 5, 6, 23), (0, 23)])
     attention = 2 * attention_flops(model, 23)
     passes = 1 + 2.5 + (policy == "recompute")
-    expected = sum(
-        executed_step_flops(
-            model,
-            parts_of_sequence(np.diff(cuts)),
-            linear_recomputed=np.full(len(cuts) - 1, float(policy != "retain")),
-            attention_recomputed=np.full(len(cuts) - 1, float(policy == "recompute")),
+    expected = 0
+    for cuts in ((0, 5, 6, 23), (0, 23)):
+        lengths = np.diff(cuts)
+        recomputed = np.zeros((1, len(lengths), 3), dtype=np.int64)
+        recomputed[:, :, LINEAR] = lengths * (policy != "retain")
+        recomputed[:, :, ATTENTION] = lengths * (policy == "recompute")
+        retained = lengths[None, :, None] - recomputed
+        expected += executed_flops(
+            Candidate(Workload(model, PRESETS["laptop-cpu"]), tuple(lengths.tolist())),
+            ActivationPlacement(retained, 0 * recomputed, recomputed),
         )
-        for cuts in ((0, 5, 6, 23), (0, 23))
-    )
     assert counted.flops == expected - passes * attention
 
 
@@ -84,7 +90,7 @@ def test_forward_products_are_those_counted(variant):
 
 def test_a_published_shape_by_hand():
     """Llama 3.1 8B: 2 FLOPs for each of 6.98e9 layer weights and 0.525e9 of the head, per token."""
-    model = ModelConfig.model_validate(PRESETS["llama-3.1-8b"])
+    model = ModelConfig.model_validate(MODELS["llama-3.1-8b"])
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
     assert layer_flops(model) == 2 * layer
     assert pair_flops(model) == 4 * 4096
