@@ -23,7 +23,7 @@ from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.weight_parts import device_parameters
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stage_cost import stage_seconds, weight_operand_bytes
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -235,3 +235,21 @@ def test_a_tier_that_is_not_there_copies_nothing():
     assert price(way(hardware=disk)).copies.d2h_bytes_per_s == disk.node.disk_write_bytes_per_s
     four = machine(disk, num_devices=4)
     assert price(way(hardware=four)).copies.h2d_bytes_per_s * 4 == disk.node.disk_read_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("preset", "schedule", "copies"),
+    [
+        ("laptop-cpu", "seq_zb_h1", True),
+        ("h100", "seq_zb_h1", False),
+        ("laptop-cpu", "sppo", False),
+    ],
+)
+def test_only_a_cpu_copies_operands_of_deferred_weight_gradients(preset, schedule, copies):
+    plain = way(hardware=PRESETS[preset], pipeline_parallel_degree=2)
+    one, other = (stage_seconds(replace(plain, schedule=name)) for name in ("sppo", schedule))
+    assert (one.forward == other.forward).all()
+    assert (one.backward == other.backward).all()
+    rate = PRESETS[preset].device.memory_bytes_per_s
+    expected = 2 * weight_operand_bytes(plain) / rate * copies
+    assert other.weight - one.weight == pytest.approx(expected)

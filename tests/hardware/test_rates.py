@@ -177,13 +177,6 @@ def test_rates_between_lengths_and_head_sizes_are_interpolated_in_logarithms():
     assert between == pytest.approx((200 * 400) ** 0.5, 1e-3)
 
 
-def test_beyond_the_ends_the_nearest_holds():
-    assert published(queries=100, keys=100) == pytest.approx(100)
-    assert published(queries=9000, keys=9000) == pytest.approx(400)
-    assert published(queries=1024, keys=1024, head_size=32) == pytest.approx(100)
-    assert published(queries=1024, keys=1024, head_size=256) == pytest.approx(400)
-
-
 def test_a_span_behind_a_prefix_counts_as_the_length_whose_queries_see_as_many_keys():
     # 512 queries up to key 1280 see 1024 on average, as those of 2048 tokens do.
     assert published(queries=512, keys=1280) == pytest.approx(200, rel=1e-3)
