@@ -109,7 +109,7 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate) -> Iterator[Row]:
     cuts = len(priced.program.cuts)
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
     yield "sppo + MSP", priced, note
-    free = _FreeLinks(candidate, adaptive.placement, counts_program=True)
+    free = _FreeLinks(candidate, adaptive.placement)
     yield "sppo + MSP, free links", free, "the bound: weights and K/V are sent for nothing"
 
 

@@ -150,6 +150,11 @@ class Candidate:
         return self.pipeline_parallel_degree * self.virtual_stages
 
     @property
+    def num_units(self) -> int:
+        """Number of units of a step of one replica: stages x subsequences x sequences."""
+        return self.num_stages * len(self.lengths) * self.sequences
+
+    @property
     def stages(self) -> tuple[range, ...]:
         """Layers of each stage; stage s is on rank s mod `pipeline_parallel_degree`."""
         return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)

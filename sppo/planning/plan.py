@@ -214,7 +214,7 @@ class ExecutionPlan:
 
     def evaluated(self) -> EvaluatedCandidate:
         """Return the candidate with the placement of the plan."""
-        return EvaluatedCandidate(self.candidate(), self.placement(), counts_program=True)
+        return EvaluatedCandidate(self.candidate(), self.placement())
 
     def program(self) -> Schedule:
         """Return the program of one step of one data-parallel replica."""

@@ -24,7 +24,7 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.division import Division
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import as_executed, evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate, with_less_host_memory
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.planning.too_large import too_large
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
@@ -73,7 +73,7 @@ def plan_run(
     there = run.model_copy(update={"activations": without}) if is_full else run
     machine = replace(hardware, device=device, node=with_disk(node, disk_bytes))
     try:
-        planned = as_executed(evaluate_in_nearest_tiers(there, hardware=machine))
+        planned = with_less_host_memory(evaluate_in_nearest_tiers(there, hardware=machine))
     except ValueError as error:
         if is_full:
             raise MemoryError(
@@ -100,7 +100,7 @@ def executed_candidate(
         ValueError: Degrees or schedule do not suit the run; the message says what to change.
     """
     if schedule is None:
-        return as_executed(evaluate_in_nearest_tiers(run, hardware=hardware))
+        return with_less_host_memory(evaluate_in_nearest_tiers(run, hardware=hardware))
     candidate = evaluate_degrees(run, hardware=hardware).candidate
     virtual = candidate.virtual_stages if schedule in WITH_VIRTUAL_STAGES else 1
     candidate = replace(candidate, schedule=schedule, virtual_stages=virtual)

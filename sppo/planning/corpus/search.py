@@ -27,7 +27,7 @@ from sppo.planning.search.candidates import candidates_of_degrees
 from sppo.planning.search.choices import Degrees, degrees_to_try
 from sppo.planning.search.division import Rejection, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import as_executed
+from sppo.planning.search.evaluation import with_less_host_memory
 from sppo.planning.search.shortfall import Shortfall
 
 RUNNERS_UP = 3
@@ -242,7 +242,7 @@ def _with_plans(way: PlannedDegrees, steps: DrawnSteps) -> PlannedDegrees:
     """
     found: list[PlannedDegrees] = []
     for longest in _numbers_of_stages(way):
-        executed = as_executed(longest)
+        executed = with_less_host_memory(longest)
         planner = _quick_planner(way.run, executed)
         try:
             plans = _heaviest_plans(planner, steps)

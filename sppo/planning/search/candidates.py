@@ -59,34 +59,21 @@ def candidates_of_degrees(
     counts = subsequence_counts_to_try(
         run, hardware=hardware, sequence_parallel=degrees.sequence_parallel
     )
+    cuts = [
+        cut_sequence(run, num_subsequences=count, num_stages=degrees.pipeline_parallel)
+        for count in counts
+    ]
     found: list[Candidate] = []
     problem: str | None = None
-    cuts: dict[int, tuple[int, ...]] = {}
     stages = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
-    for virtual, count in product(stages, counts):
+    for virtual, lengths in product(stages, cuts):
+        candidate = candidate_of(run, workload, degrees, lengths=lengths, virtual_stages=virtual)
         refused = units_problem(
-            run,
-            num_subsequences=count,
-            degrees=degrees,
-            virtual_stages=virtual,
-            most=CHOSEN_UNITS if found else MOST_UNITS,
-        )
+            candidate, most=CHOSEN_UNITS if found else MOST_UNITS
+        ) or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=uses_msp(run))
         if refused is None:
-            if count not in cuts:
-                cuts[count] = cut_sequence(
-                    run,
-                    num_subsequences=count,
-                    num_stages=degrees.pipeline_parallel,
-                )
-            refused = subsequence_problem(
-                run, lengths=cuts[count], degrees=degrees, uses_msp=uses_msp(run)
-            )
-        if refused is not None:
-            problem = problem or refused
-            continue
-        found.append(
-            candidate_of(run, workload, degrees, lengths=cuts[count], virtual_stages=virtual)
-        )
+            found.append(candidate)
+        problem = problem or refused
     if not found:
         raise ValueError(problem)
     return found
@@ -103,7 +90,6 @@ def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candid
         candidate: Candidate in the plain order.
         schedule: One of `OTHER_SCHEDULES`.
     """
-    units = candidate.num_stages * len(candidate.lengths) * candidate.sequences
     asked = asked_schedule(run)
     is_open = asked == "auto" or asked == schedule == "sppo_msp"
     if not is_open or places_kv(run) or candidate.pipeline_parallel_degree == 1:
@@ -113,20 +99,16 @@ def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candid
     streams = candidate.state.streams_weights or candidate.state.streams_gradients
     if streams and schedule != "interleaved_seq1f1b":
         return None
-    if schedule == "sppo_msp" and (
-        CUT_UNIT * units > CHOSEN_UNITS or not _may_share(run, candidate)
-    ):
-        return None
+    if schedule == "sppo_msp":
+        degrees, lengths = Degrees.of_candidate(candidate), candidate.lengths
+        if (
+            run.parallel.multiplexed == "off"
+            or multiplexed_problem(run, degrees=degrees)
+            or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=True)
+            or CUT_UNIT * candidate.num_units > CHOSEN_UNITS
+        ):
+            return None
     return replace(candidate, schedule=schedule, kv="retained")
-
-
-def _may_share(run: RunConfig, candidate: Candidate) -> bool:
-    """Return whether training could shard the units of a candidate over pipeline ranks (MSP)."""
-    degrees, lengths = Degrees.of_candidate(candidate), candidate.lengths
-    return run.parallel.multiplexed != "off" and not (
-        multiplexed_problem(run, degrees=degrees)
-        or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=True)
-    )
 
 
 def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:

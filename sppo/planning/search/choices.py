@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, isqrt
+from math import ceil, isqrt, prod
 
 from sppo.config.base import MOST_SUBSEQUENCES
 from sppo.config.run import RunConfig
@@ -107,8 +107,7 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
     Every rank of a stage must hold all weights of the stage, to send them. Schedule sppo_msp is
     allowed on one pipeline rank, where it cuts no unit; ``multiplexed: on`` is not.
     """
-    parallel = run.parallel
-    by_key = parallel.multiplexed == "on"
+    parallel, (asked, other) = run.parallel, _msp_key(run)
     if run.data.samples == "documents":
         return (
             "multiplexed sequence partitioning cuts subsequences of one long sequence, and with "
@@ -116,23 +115,27 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
             "parallel.schedule out"
         )
     if degrees.pipeline_parallel == 1:
-        if not by_key:
+        if parallel.multiplexed != "on":
             return None
         return (
-            "parallel.multiplexed=on shards units over pipeline ranks, and there is one: raise "
+            f"{asked} shards units over pipeline ranks, and there is one: raise "
             "parallel.pipeline_parallel_degree, or leave it out"
         )
     shards_weights = parallel.sequence_parallel == "megatron" and degrees.sequence_parallel > 1
     if shards_weights or parallel.zero == 3:
-        asked, other = "parallel.schedule=sppo_msp", "another parallel.schedule"
-        if by_key:
-            asked, other = "parallel.multiplexed=on", "parallel.multiplexed=off"
         return (
             f"{asked} lends whole weights to other pipeline ranks, and with "
             "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
             f"ulysses and parallel.zero=2, or {other}"
         )
     return None
+
+
+def _msp_key(run: RunConfig) -> tuple[str, str]:
+    """Return the key by which a run asks for MSP, and what to write to do without."""
+    if run.parallel.multiplexed == "on":
+        return "parallel.multiplexed=on", "parallel.multiplexed=off"
+    return "parallel.schedule=sppo_msp", "another parallel.schedule"
 
 
 def subsequence_problem(
@@ -149,10 +152,7 @@ def subsequence_problem(
     shortest, degree, ranks = min(lengths), degrees.sequence_parallel, degrees.pipeline_parallel
     # A shard of one token may be rounded away.
     if uses_msp and ranks > 1 and shortest < 2 * degree * ranks:
-        by_name = run.parallel.schedule == "sppo_msp"
-        asked, other = "parallel.multiplexed", "parallel.multiplexed=off"
-        if by_name:
-            asked, other = "parallel.schedule=sppo_msp", "another parallel.schedule"
+        asked, other = _msp_key(run)
         return (
             f"{asked}: the shortest subsequence has {shortest} tokens, too few for shards on "
             f"{ranks} pipeline ranks of {degree} sequence-parallel ranks each, two for each; use "
@@ -279,9 +279,7 @@ def degrees_to_try(
     fixed: dict[str, int] = {
         name: getattr(run.parallel, name) for name in _DEGREES if name in given
     }
-    asked = 1
-    for degree in fixed.values():
-        asked *= degree
+    asked = prod(fixed.values())
     if asked > total:
         raise ValueError(
             f"{' x '.join(f'parallel.{name} {value}' for name, value in fixed.items())} needs "
@@ -300,13 +298,10 @@ def degrees_to_try(
                 possible.append(degrees)
             else:
                 refused[degrees] = reason
-    if uses_msp(run):
-        problems = {degrees: multiplexed_problem(run, degrees=degrees) for degrees in possible}
-        possible = [degrees for degrees, reason in problems.items() if reason is None]
-        refused |= {degrees: reason for degrees, reason in problems.items() if reason}
-        if problems and not possible and not across_nodes:
-            most_stages = max(problems, key=lambda degrees: degrees.pipeline_parallel)
-            raise ValueError(problems[most_stages])
+    if uses_msp(run) and refused and not (possible or across_nodes):
+        shares = {one: refused[one] != multiplexed_problem(run, degrees=one) for one in refused}
+        most_stages = min(refused, key=lambda one: (shares[one], -one.pipeline_parallel))
+        raise ValueError(refused[most_stages])
     return possible, refused
 
 
@@ -347,25 +342,26 @@ def exceeds_sweet_spot(candidate: Candidate) -> bool:
     return sum(candidate.lengths) > longest * shards
 
 
-def units_problem(
-    run: RunConfig, *, num_subsequences: int, degrees: Degrees, virtual_stages: int, most: int
-) -> str | None:
+def units_problem(candidate: Candidate, *, most: int) -> str | None:
     """Return a message if a step of one replica has more than `most` units; else None.
 
     Units that may be cut over ranks (MSP) count as `CUT_UNIT` each.
     """
-    sequences = max(1, run.train.sequences_per_step // degrees.data_parallel)
-    stages = degrees.pipeline_parallel * virtual_stages
-    units, cut = sequences * num_subsequences * stages, ""
-    if uses_msp(run) and degrees.pipeline_parallel > 1:
+    units, cut = candidate.num_units, ""
+    if candidate.schedule == "sppo_msp" and candidate.pipeline_parallel_degree > 1:
         most, cut = most // CUT_UNIT, " if they may be cut over pipeline ranks (MSP)"
     if units <= most:
         return None
+    counts = (
+        (candidate.sequences, "sequence"),
+        (len(candidate.lengths), "subsequence"),
+        (candidate.num_stages, "stage"),
+    )
     return (
-        f"a step of {counted(sequences, 'sequence')} x {counted(num_subsequences, 'subsequence')} "
-        f"x {counted(stages, 'stage')} has {units} units, more than the {most} that are planned"
-        f"{cut}: lower train.sequences_per_step, sequence.num_subsequences or "
-        "parallel.virtual_stages, or raise parallel.data_parallel_degree"
+        f"a step of {' x '.join(counted(*count) for count in counts)} has {units} units, more than "
+        f"the {most} that are planned{cut}: lower train.sequences_per_step, "
+        "sequence.num_subsequences or parallel.virtual_stages, or raise "
+        "parallel.data_parallel_degree"
     )
 
 
@@ -454,14 +450,10 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | Non
     layers, heads = counted(model.num_layers, "layer"), counted(model.num_heads, "attention head")
     if degrees.num_devices > total:
         return f"needs more devices than there are: {degrees.num_devices}, there are {total}"
-    if degrees.pipeline_parallel > model.num_layers:
-        return f"{layers} cannot be divided into {degrees.pipeline_parallel} stages"
     virtual = run.parallel.virtual_stages
-    if virtual != "auto" and degrees.pipeline_parallel * virtual > model.num_layers:
-        return (
-            f"{layers} cannot be divided into {virtual} stages on each of "
-            f"{degrees.pipeline_parallel} ranks"
-        )
+    stages = degrees.pipeline_parallel * (1 if virtual == "auto" else virtual)
+    if stages > model.num_layers:
+        return f"{layers} cannot be divided into {stages} stages"
     if model.num_heads % degrees.sequence_parallel:
         return (
             f"{heads} cannot be divided by a sequence-parallel group of {degrees.sequence_parallel}"
@@ -484,7 +476,7 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | Non
             f"train.sequences_per_step {run.train.sequences_per_step} is not a multiple of "
             f"{degrees.data_parallel} replicas"
         )
-    return None
+    return multiplexed_problem(run, degrees=degrees) if uses_msp(run) else None
 
 
 @lru_cache(maxsize=1024)

@@ -32,6 +32,14 @@ def seconds_of(candidate: Candidate) -> StageSeconds:
     return stage_seconds(candidate)
 
 
+def has_own_memory(candidate: Candidate) -> bool:
+    """Return whether the memory of a candidate depends on its program, which takes long to make.
+
+    It does if units are cut (MSP), and on a CPU, where messages wait in memory.
+    """
+    return candidate.schedule == "sppo_msp" or holds_messages(candidate)
+
+
 @dataclass(frozen=True, eq=False)
 class EvaluatedCandidate:
     """Candidate with a placement, and the memory, costs and times of its step.
@@ -41,14 +49,14 @@ class EvaluatedCandidate:
     Attributes:
         candidate: The candidate.
         placement: Placement of the saved tensors.
-        counts_program: Whether its memory is counted from its program, which takes long to make:
-            with units that are cut (MSP), and with all messages that wait on a CPU. If not, ranks
-            are taken to run their own units whole, beside the messages of the running unit.
+        counts_program: Whether its memory is counted from its program if it depends on that
+            (:func:`has_own_memory`). If not, ranks are taken to run their own units whole, beside
+            the messages of the running unit.
     """
 
     candidate: Candidate
     placement: ActivationPlacement
-    counts_program: bool = False
+    counts_program: bool = True
 
     @cached_property
     def costs(self) -> Costs:

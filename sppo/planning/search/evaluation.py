@@ -13,10 +13,9 @@ from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.policy import POLICIES, decide, decide_ratio
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.program_memory import holds_messages
 from sppo.cost.memory.walk import walk_of
 from sppo.planning.search.bounds import may_fit, memory_without_activations
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, seconds_of
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, has_own_memory, seconds_of
 from sppo.planning.search.kv_choices import check_kv, kv_choices
 from sppo.planning.search.policy_inputs import policy_inputs, tier_room_bytes
 from sppo.schedule.costs import Table
@@ -31,7 +30,7 @@ _BISECTIONS = 3
 """Number of limits tried: the host memory is the least to an eighth of what the fastest takes."""
 
 
-def evaluate_candidate(candidate: Candidate, *, counts_program: bool = False) -> EvaluatedCandidate:
+def evaluate_candidate(candidate: Candidate) -> EvaluatedCandidate:
     """Place the activations of a candidate, and find out whether it fits.
 
     If the placement of K and V is open, the fastest that fits is taken of retaining and offloading;
@@ -40,39 +39,23 @@ def evaluate_candidate(candidate: Candidate, *, counts_program: bool = False) ->
 
     Args:
         candidate: Candidate to evaluate.
-        counts_program: Whether what it holds is counted from its program. It always is under MSP.
 
     Raises:
         ValueError: There are more stages than layers, or the machine does not support the policy,
             or the placement of K and V.
     """
-    cuts = candidate.schedule == "sppo_msp"
-    evaluate = partial(_placed, counts_program=counts_program or cuts)
     found: list[EvaluatedCandidate] = []
     for choice in filter(may_fit, kv_choices(candidate)):
         recomputes = "recomputed" in choice.kv_of_stages
         if recomputes and any(one.shortfall is None for one in found):
             break
-        found.append(evaluate(choice))
+        found.append(_placed(choice))
     # Retaining needs more memory than the second choice.
-    found = found or [evaluate(choice) for choice in [*kv_choices(candidate)][:2][-1:]]
+    found = found or [_placed(choice) for choice in [*kv_choices(candidate)][:2][-1:]]
     fitting = [one for one in found if one.shortfall is None]
     if len(fitting) > 1:
         return min(fitting, key=lambda one: one.time.step_s)
     return fitting[0] if fitting else min(found, key=lambda one: one.short_bytes)
-
-
-def as_executed(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return a candidate that fits as it is executed.
-
-    Its activations take less host memory if that costs up to 1 % of the step, and messages that
-    wait on a CPU count. A candidate that does not fit is returned unchanged.
-    """
-    if evaluated.shortfall is not None:
-        return evaluated
-    if holds_messages(evaluated.candidate):
-        return evaluate_candidate(evaluated.candidate, counts_program=True)
-    return with_less_host_memory(evaluated)
 
 
 def with_less_host_memory(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
@@ -82,12 +65,13 @@ def with_less_host_memory(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     than predictions are exact. Closed forms are compared; the step is simulated once more.
 
     Args:
-        evaluated: Candidate that fits. Returned unchanged if it puts no activations in host memory,
-            if the run fixes what is offloaded, or if units are cut (MSP), which takes long.
+        evaluated: Candidate. Returned unchanged if it does not fit or puts no activations in host
+            memory, if the run fixes what is offloaded, or if units are cut (MSP), which takes long.
     """
     candidate = evaluated.candidate
+    is_fixed = not _is_free(candidate) or candidate.schedule == "sppo_msp"
     in_host = candidate.tier == "host" and evaluated.placement.offloads_anything
-    if not (_is_free(candidate) and in_host) or candidate.schedule == "sppo_msp":
+    if is_fixed or not in_host or evaluated.shortfall is not None:
         return evaluated
     found, most_s = evaluated, evaluated.time.step_s / WORTH_IT
     least, most = 0, evaluated.host_peak_bytes
@@ -109,7 +93,7 @@ def _limited(candidate: Candidate, host_bytes: int) -> Candidate:
     return replace(candidate, workload=replace(workload, hardware=replace(hardware, node=node)))
 
 
-def _placed(candidate: Candidate, *, counts_program: bool) -> EvaluatedCandidate:
+def _placed(candidate: Candidate) -> EvaluatedCandidate:
     """Return a candidate with the fastest placement that fits; if none does, with the nearest.
 
     Working sets, and the moment at which a rank holds most, depend on the placement. So the policy
@@ -120,9 +104,12 @@ def _placed(candidate: Candidate, *, counts_program: bool) -> EvaluatedCandidate
     Backward joins parts of tensors, and with layers that share an input it joins those of all at
     once. So where tensors are recomputed, placements that treat all subsequences alike may fit and
     be faster: they are compared.
+
+    A program takes long to make, so memory is counted from it once a placement fits without.
     """
     check_kv(candidate)
     evaluated = partial(EvaluatedCandidate, candidate)
+    quickly = partial(evaluated, counts_program=not has_own_memory(candidate))
     inputs = policy_inputs(
         candidate,
         seconds=seconds_of(candidate),
@@ -130,26 +117,26 @@ def _placed(candidate: Candidate, *, counts_program: bool) -> EvaluatedCandidate
         states=memory_without_activations(candidate),
     )
     if not _is_free(candidate):
-        return evaluated(_fixed_placement(candidate, inputs), counts_program)
+        return evaluated(_fixed_placement(candidate, inputs))
     compared: list[EvaluatedCandidate] = []
     for attempt in range(_ATTEMPTS):
-        placed = [evaluated(one) for one in choices(inputs)]
+        placed = [quickly(one) for one in choices(inputs)]
         if not placed:
             break
         found = placed[0] if len(placed) == 1 else min(placed, key=lambda one: one.time.step_s)
-        if counts_program and found.shortfall is None:
-            found = evaluated(found.placement, counts_program)
+        if found.shortfall is None and not found.counts_program:
+            found = evaluated(found.placement)
         if found.shortfall is None:
-            if counts_program or not found.placement.recomputed.any():
+            if not found.placement.recomputed.any():
                 return found
             compared.append(found)
             break
         inputs = _with_less_room(inputs, found, times=2 ** max(0, attempt - 2))
     most_s = compared[0].time.step_s if compared else np.inf
-    uniform = map(evaluated, _uniform(candidate, inputs))
+    uniform = map(evaluated if compared else quickly, _uniform(candidate, inputs))
     compared += [one for one in uniform if one.time.step_s < most_s]
     best = min(compared, key=lambda one: (one.short_bytes, one.time.step_s))
-    return evaluated(best.placement, counts_program) if counts_program else best
+    return best if best.counts_program else evaluated(best.placement)
 
 
 def _is_free(candidate: Candidate) -> bool:
@@ -189,7 +176,7 @@ def _with_less_room(inputs: PolicyInputs, found: EvaluatedCandidate, *, times: i
     """
     budget = found.candidate.budget_bytes
     lacks = np.array([float(rank.device.total_bytes) - budget for rank in found.memory])
-    if found.counts_program:
+    if found.candidate.schedule == "sppo_msp" and found.counts_program:
         lacks[:] = lacks.max()
     lacks_tier = -tier_room_bytes(found.candidate, found.memory)
     needed, in_tier = inputs.needed(found.placement), inputs.needed_in_tier(found.placement)

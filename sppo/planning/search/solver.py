@@ -14,9 +14,9 @@ from math import inf
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.division import Division, Rejection, divide, rejection_of
+from sppo.planning.search.division import Division, Rejection, divide
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import WORTH_IT, as_executed
+from sppo.planning.search.evaluation import WORTH_IT, with_less_host_memory
 from sppo.planning.search.state_choices import runs_by_tiers
 
 RUNNERS_UP = 3
@@ -30,7 +30,7 @@ class Solution:
         run: The request.
         hardware: Description of the machine.
         fitting: Best candidates of the divisions that were searched and fit, best first.
-        refused: Degrees that cannot work, or whose program does not fit.
+        refused: Degrees that cannot work.
         divisions: Divisions of the devices that may work, searched or known to be slower.
     """
 
@@ -57,7 +57,7 @@ class Solution:
         What is slower than the runners-up anyway is only rejected if no placement of activations
         can fit. Shortfalls may be lower bounds; the least is not.
         """
-        answered = {one.degrees for one in self.fitting} | {one.degrees for one in self.refused}
+        answered = {one.degrees for one in self.fitting}
         others = [one for one in self.divisions if one.degrees not in answered]
         found = {one: lacks for one in others if (lacks := one.rejection()) is not None}
         while found and not self.fitting:
@@ -94,7 +94,8 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    return _executed(_search(run, hardware=hardware, count=1 + RUNNERS_UP))
+    found = _search(run, hardware=hardware, count=1 + RUNNERS_UP)
+    return replace(found, fitting=_with_less_host_memory(found.fitting))
 
 
 def quick_best(
@@ -163,31 +164,20 @@ def _fitting(
     return tuple(sorted(fitting, key=_rank))
 
 
-def _executed(solution: Solution) -> Solution:
-    """Return a solution with its best candidates as they are executed, and those that lack memory.
+def _with_less_host_memory(
+    leaders: Sequence[EvaluatedCandidate],
+) -> tuple[EvaluatedCandidate, ...]:
+    """Return candidates, best first, with less host memory if that costs up to 1 % of the step.
 
     The best is, of those that take up to 1 % longer than the fastest, the one that takes the fewest
     bytes of host memory.
     """
-    fitting: list[EvaluatedCandidate] = []
-    lacking: list[Rejection] = []
-    most_s = inf
-    for leader in solution.fitting:
-        if fitting and (leader.step_s > most_s or not fitting[0].node_host_bytes):
+    near: list[EvaluatedCandidate] = []
+    for leader in leaders:
+        if near and (leader.step_s > leaders[0].step_s / WORTH_IT or not near[0].node_host_bytes):
             break
-        found = as_executed(leader)
-        if found.shortfall is None:
-            most_s = min(most_s, leader.step_s / WORTH_IT)
-            fitting.append(found)
-        else:
-            lacking.append(rejection_of(found))
-    others = solution.fitting[len(fitting) + len(lacking) :]
-    fitting.sort(key=lambda one: one.node_host_bytes)
-    return replace(
-        solution,
-        fitting=(*fitting, *others) if fitting else (),
-        refused=(*solution.refused, *lacking),
-    )
+        near.append(with_less_host_memory(leader))
+    return *sorted(near, key=lambda one: one.node_host_bytes), *leaders[len(near) :]
 
 
 def _short_bytes(rejection: Rejection) -> int:

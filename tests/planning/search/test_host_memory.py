@@ -51,12 +51,6 @@ def test_what_a_run_asks_to_offload_is_offloaded(written):
     ],
 )
 def test_of_steps_within_a_percent_the_least_host_memory_is_best(monkeypatch, leaders, best):
-    monkeypatch.setattr(solver, "as_executed", lambda leader: leader)
-    steps = [
-        SimpleNamespace(step_s=seconds, node_host_bytes=host, shortfall=None)
-        for seconds, host in leaders
-    ]
-    solution = solver.Solution(None, None, tuple(steps), (), ())
-    found = solver._executed(solution)
-    assert found.best is steps[best]
-    assert not found.refused
+    monkeypatch.setattr(solver, "with_less_host_memory", lambda leader: leader)
+    steps = [SimpleNamespace(step_s=seconds, node_host_bytes=host) for seconds, host in leaders]
+    assert solver._with_less_host_memory(steps)[0] is steps[best]
