@@ -52,7 +52,6 @@ class Estimate:
         hardware: Description of the machine.
         counts: Counts of the model and one sequence.
         evaluated: Evaluated candidate, with memory by stage and the shortfall if it does not fit.
-        whole: Run configuration with the keys that the solver chose.
         chosen: Names of the keys that the solver chose.
     """
 
@@ -60,7 +59,6 @@ class Estimate:
     hardware: HardwareSpec
     counts: ModelCounts
     evaluated: EvaluatedCandidate
-    whole: RunConfig
     chosen: tuple[str, ...] = ()
 
 
@@ -80,7 +78,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None
     whole, chosen = with_chosen_degrees(run, hardware=hardware, draw=draw)
     evaluated = executed_candidate(whole, hardware=hardware)
     longest = run_of_longest_samples(run)
-    return Estimate(longest, hardware, model_counts(run), evaluated, whole, chosen)
+    return Estimate(longest, hardware, model_counts(run), evaluated, chosen)
 
 
 def model_counts(run: RunConfig) -> ModelCounts:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.config.run import RunConfig
+from sppo.config import RunConfig, load_run
 from sppo.hardware.run_hardware import hardware_for, run_hardware
 from sppo.planning.changes import WORTH_IT, improvements, what_would_fit
 from sppo.planning.longest_sequence import (
@@ -101,17 +101,6 @@ def test_advice_to_change_degrees_is_for_the_cpu_that_the_changed_run_sees():
 # What would be faster.
 
 
-def followed(run: RunConfig, change: str) -> RunConfig:
-    """`run` with a change as it is listed, `section.key=value ...`."""
-    for override in change.split():
-        name, value = override.split("=")
-        section, key = name.split(".")
-        typed = {"null": None}.get(value, int(value) if value.isdigit() else value)
-        part = getattr(run, section).model_copy(update={key: typed})
-        run = run.model_copy(update={section: part})
-    return run
-
-
 def rate(run: RunConfig) -> float:
     """Tokens per second and device of the best answer."""
     tokens = run.sequence.length * run.train.sequences_per_step
@@ -145,7 +134,7 @@ def test_what_is_listed_pays_as_much_as_it_says(run_and_key):
     found = {improvement.change.partition("=")[0]: improvement for improvement in listed}
     improvement = found[key]
     assert improvement.gain >= WORTH_IT
-    gained = rate(followed(run, improvement.change)) / rate(run)
+    gained = rate(load_run(run, improvement.change.split())) / rate(run)
     # The full answer may trade 1 % of the time for host memory.
     assert improvement.gain == pytest.approx(gained, rel=0.01)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sppo.config import load_run, run_sections
+from sppo.config import load_run
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, plan_json, read_plan
@@ -16,7 +16,6 @@ from sppo.planning.planned_keys import check_plan_fits, planned_part
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import candidate_of_subsequences, machine, run_config
 
@@ -57,14 +56,6 @@ def changed(path, change):
     return path
 
 
-def test_the_plan_under_test_fits_and_retains_offloads_and_recomputes():
-    assert offloading_candidate().shortfall is None
-    placement = PLAN.placement()
-    assert placement.retained.any()
-    assert placement.offloaded.any()
-    assert placement.recomputed.any()
-
-
 def test_what_is_written_is_read(path):
     plan = read_plan(path)
     assert plan == PLAN
@@ -74,17 +65,13 @@ def test_what_is_written_is_read(path):
     check_plan_fits(plan, RUN)
 
 
-def test_only_its_content_counts(path):
-    path.write_text(json.dumps(plan_json(PLAN), indent=3, sort_keys=True), encoding="utf-8")
-    assert read_plan(path) == PLAN
-
-
 def test_a_plan_holds_the_candidate_it_was_made_of():
     evaluated = offloading_candidate()
     candidate = evaluated.candidate
     assert PLAN.candidate() == replace(candidate, policy=PLAN.policy)
     placement = PLAN.placement()
     for name in ("retained", "offloaded", "recomputed"):
+        assert getattr(placement, name).any()
         assert (getattr(placement, name) == getattr(evaluated.placement, name)).all()
     again = evaluate_candidate(PLAN.candidate())
     assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes
@@ -103,12 +90,9 @@ def _set(*keys, value):
     ("change", "message"),
     [
         (lambda values: "{", "not JSON"),
-        (lambda values: "", "not JSON"),
         (lambda values: "[" * 100_000, "nested too deeply"),
         (lambda values: [values], f"version None, this is sppo .* version {PLAN_VERSION}: make"),
-        (lambda values: "null", "has version None"),
         (_set("version", value=0), "has version 0, this is"),
-        (_set("speed", value=3), "speed: Unexpected keyword"),
         (_set("stages", 0, "speed", value=3), "stages.0.speed: Unexpected"),
         (
             _set("predicted", "step_s", value="soon"),
@@ -116,9 +100,7 @@ def _set(*keys, value):
         ),
         (lambda values: values.pop("boundaries") and None, "boundaries: Field required"),
         (_set("run", "sequence", "length", value=7), "its content does not match its digest"),
-        (_set("hardware", "num_nodes", value=7), "its content does not match its digest"),
         (_set("predicted", "step_s", value=1.0), "its content does not match its digest"),
-        (_set("schedule", value="1f1b"), "its content does not match its digest"),
         (lambda values: values.pop("digest") and None, "its content does not match its digest"),
     ],
 )
@@ -127,12 +109,6 @@ def test_what_is_no_plan_or_another_is_refused(path, change, message):
         read_plan(changed(path, change))
     assert str(path) in str(caught.value)
     assert "make it again" in str(caught.value)
-
-
-def test_bytes_that_are_no_text_are_refused(path):
-    path.write_bytes(b"\x00\xff" * 9)
-    with pytest.raises(ValueError, match="not UTF-8 text"):
-        read_plan(path)
 
 
 def test_every_difference_from_the_run_is_named_with_both_values():
@@ -155,21 +131,14 @@ def test_every_difference_from_the_run_is_named_with_both_values():
         check_plan_fits(PLAN, wider)
 
 
-@pytest.mark.parametrize("made_for", ["stream", "documents"])
-def test_a_plan_of_documents_is_not_for_a_stream(made_for):
+def test_a_plan_of_documents_is_not_for_a_stream():
     stream = run_config("tiny", length=1024, parallel={"multiplexed": "off"})
-    sections = {
-        "data": {"tokens": "data", "samples": "documents"},
-        "train": {"samples_per_step": 4},
-    }
-    documents = run_of_longest_samples(load_run(run_sections(stream) | sections))
-    runs = {"stream": stream, "documents": documents}
-    run = runs.pop(made_for)
-    plan = plan_run(run, hardware=machine(), available_bytes=8 * GIB, host_bytes=GIB)
-    check_plan_fits(plan, run)
-    with pytest.raises(ValueError, match="data.samples was") as caught:
-        check_plan_fits(plan, *runs.values())
-    assert "train.samples_per_step was" in str(caught.value)
+    data = {"data.samples": "documents", "train.samples_per_step": 4}
+    documents = run_of_longest_samples(load_run(stream, data))
+    plan = plan_run(documents, hardware=machine(), available_bytes=8 * GIB, host_bytes=GIB)
+    check_plan_fits(plan, documents)
+    with pytest.raises(ValueError, match=r"data.samples was .* train.samples_per_step was"):
+        check_plan_fits(plan, stream)
 
 
 def test_a_plan_rests_on_the_shape_of_a_model_wherever_it_comes_from():
@@ -190,17 +159,6 @@ def test_what_a_plan_does_not_rest_on_may_change():
     )
     assert "lr" not in json.dumps(planned_part(RUN))
     assert "timeout_s" not in json.dumps(planned_part(RUN))
-
-
-def test_a_plan_that_waits_for_copies_predicts_the_wait():
-    run = offloading_run(activations={"policy": "offload_all"})
-    evaluated = offloading_candidate(run)
-    assert evaluated.time.exposed_copy_s > 0
-    plan = make_plan(run, evaluated)
-    schedule, costs = plan.evaluated().case()
-    played = simulate(schedule, costs=costs).makespan_s
-    assert played == pytest.approx(plan.predicted.step_s, rel=0.15)  # whole units, not layers
-    assert plan.predicted.step_s == evaluated.step_s
 
 
 def test_predictions_agree_with_each_other():

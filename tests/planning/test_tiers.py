@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,17 +113,6 @@ def test_a_plan_says_which_tier_and_runs_as_it_was_solved(tmp_path):
     assert played.makespan_s == pytest.approx(plan.predicted.step_s)
 
 
-def test_training_plans_as_the_solver_does():
-    run = request(hardware="auto")
-    room = {"available_bytes": 16 * GIB, "disk_bytes": 64 * GIB}
-    plan = plan_run(run, hardware=one_gpu(), host_bytes=17 * GIB, **room)
-    assert (plan.activation_tier, plan.state.tier) == ("disk", "host")
-    assert 0 < plan.predicted.host_peak_bytes <= 17 * GIB
-    assert plan.predicted.disk_peak_bytes > 0
-    roomy = plan_run(run, hardware=one_gpu(), host_bytes=64 * GIB, **room)
-    assert roomy.activation_tier == "host"
-
-
 def candidate(*, tier="disk", state="host", hardware=None):
     run = request(
         activations={"tier": tier, "policy": "offload_all"},
@@ -167,20 +153,6 @@ def test_the_devices_of_a_node_share_its_host_memory():
         assert copy_bytes_per_s(chosen) == ((1e9, 1e9) if node_rate else rates)
         steps[node_rate] = evaluate_candidate(chosen).step_s
     assert steps[8e9] > steps[0.0]
-
-
-def test_what_moves_to_the_disk_leaves_the_host_and_nothing_else():
-    disk, host = (
-        evaluate_candidate(replace(candidate(tier=tier), kv="offloaded"))
-        for tier in ("disk", "host")
-    )
-    (far,), (near,) = disk.memory, host.memory
-    assert far.tier_activations_bytes == near.tier_activations_bytes > 0
-    assert disk.host_peak_bytes == near.tier_state_bytes + far.staging_bytes
-    assert disk.disk_peak_bytes == far.tier_activations_bytes
-    assert host.disk_peak_bytes == near.staging_bytes == 0
-    assert far.device == near.device
-    assert np.array_equal(disk.placement.offloaded, host.placement.offloaded)
 
 
 def test_each_tier_that_is_short_is_said_with_what_is_in_it():
