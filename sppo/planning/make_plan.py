@@ -13,7 +13,8 @@ from sppo.cost.flops import step_flops
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.planning.plan import PLAN_VERSION, ExecutionPlan, Prediction, StagePlan, boundaries_of
+from sppo.planning.partition import boundaries_of
+from sppo.planning.plan import PLAN_VERSION, ExecutionPlan, Prediction, StagePlan
 from sppo.planning.planned_keys import planned_part
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.version import __version__
@@ -55,6 +56,8 @@ def predict(evaluated: EvaluatedCandidate) -> Prediction:
     flops = step_flops(workload.model, length=sum(candidate.lengths), sequences=sequences)
     peak = hardware.device.flops_per_s(workload.dtype) * candidate.num_devices
     forward_s, backward_s = compute_seconds(evaluated)
+    row_bytes, placement = row_bytes_of(candidate)[0], evaluated.placement
+    offloaded = (placement.offloaded[0] @ row_bytes) / (placement.tokens * row_bytes.sum())
     return Prediction(
         provenance=hardware.provenance,
         step_s=evaluated.step_s,
@@ -68,7 +71,7 @@ def predict(evaluated: EvaluatedCandidate) -> Prediction:
         device_peak_bytes=evaluated.device_peak_bytes,
         host_peak_bytes=evaluated.host_peak_bytes,
         disk_peak_bytes=evaluated.disk_peak_bytes,
-        offload_ratios=offload_ratios(evaluated),
+        offload_ratios=tuple(offloaded.round(4).tolist()),
     )
 
 
@@ -77,24 +80,12 @@ def compute_seconds(evaluated: EvaluatedCandidate) -> tuple[float, float]:
 
     Backwards include weight gradients and the recomputation of K and V.
     """
-    costs = evaluated.costs
-    forward_s, backward_s = (
-        of_ranks(evaluated.candidate, seconds.sum(axis=1))
-        for seconds in (
-            costs.forward_s,
-            costs.backward_s + costs.weight_s + costs.kv_recompute_s,
-        )
-    )
+    candidate, costs = evaluated.candidate, evaluated.costs
+    backward = costs.backward_s + costs.weight_s + costs.kv_recompute_s
+    forward_s = of_ranks(candidate, costs.forward_s.sum(axis=1))
+    backward_s = of_ranks(candidate, backward.sum(axis=1))
     busiest = int(np.argmax(forward_s + backward_s))
     return float(forward_s[busiest]), float(backward_s[busiest])
-
-
-def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:
-    """Return the fraction of its saved bytes that each subsequence offloads, on the first stage."""
-    row_bytes = row_bytes_of(evaluated.candidate)[0]
-    offloaded = evaluated.placement.offloaded[0] @ row_bytes
-    whole = evaluated.placement.tokens * row_bytes.sum()
-    return tuple(float(round(share, 4)) for share in offloaded / whole)
 
 
 def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:

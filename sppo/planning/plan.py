@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -237,11 +236,6 @@ def digest_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def boundaries_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the cuts of a sequence, from 0 to its length, from its subsequence lengths."""
-    return (0, *accumulate(lengths))
-
-
 def plan_json(plan: ExecutionPlan) -> dict[str, Any]:
     """Return the content of a plan file as plain values: the fields of `plan` and their digest."""
     values: dict[str, Any] = json.loads(_ADAPTER.dump_json(plan, by_alias=True))
@@ -255,7 +249,10 @@ def read_plan(path: Path) -> ExecutionPlan:
         ValueError: The file is no plan, has another version, was changed by hand, or is damaged.
         OSError: The file cannot be read.
     """
-    values = _parsed(path)
+    try:
+        values = read_json(path)
+    except JsonError as error:
+        raise ValueError(f"plan {error}; make it again: sppo solve") from None
     version = values.get("version") if isinstance(values, dict) else None
     if version != PLAN_VERSION:
         raise ValueError(
@@ -277,13 +274,6 @@ def read_plan(path: Path) -> ExecutionPlan:
             "make it again with sppo solve"
         )
     return plan
-
-
-def _parsed(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except JsonError as error:
-        raise ValueError(f"plan {error}; make it again: sppo solve") from None
 
 
 def check_program(plan: ExecutionPlan) -> None:

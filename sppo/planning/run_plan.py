@@ -14,7 +14,8 @@ from math import ceil
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import ExecutionPlan, boundaries_of
+from sppo.planning.partition import boundaries_of
+from sppo.planning.plan import ExecutionPlan
 from sppo.planning.search.choices import (
     Degrees,
     cut_sequence,

@@ -279,10 +279,7 @@ def _check_tier_room(
     """Raise MemoryError if what the fullest rank stores in a tier needs more than `room_bytes`."""
     buckets = _fullest_rank(run, plan, place)
     if sum(buckets.values()) > room_bytes:
-        candidate = plan.candidate()
-        raise MemoryError(
-            tier_too_small(run, candidate, place=place, buckets=buckets, room_bytes=room_bytes)
-        )
+        raise MemoryError(tier_too_small(run, place=place, buckets=buckets, room_bytes=room_bytes))
 
 
 def _fullest_rank(

@@ -160,17 +160,16 @@ def test_each_tier_that_is_short_is_said_with_what_is_in_it():
         activations={"tier": "disk", "policy": "offload_all"}, state={"optimizer": "host"}
     )
     room = {"hardware": one_gpu(), "available_bytes": 64 * GIB}
-    with pytest.raises(MemoryError, match=r"offloads .* to activations\.disk=spill, of which"):
+    with pytest.raises(MemoryError, match=r"offloaded act.* of activations\.disk=spill than"):
         plan_run(run, host_bytes=64 * GIB, disk_bytes=GIB, **room)
     limited = run.activations.model_copy(update={"disk_memory": GIB})
     limited = run.model_copy(update={"activations": limited})
-    for disk_bytes, fix in ((GIB, "raise activations.disk_memory"), (GIB // 2, "name a directory")):
-        with pytest.raises(MemoryError, match=f"{fix}[a-z ]*$"):
-            plan_run(limited, host_bytes=64 * GIB, disk_bytes=disk_bytes, **room)
+    with pytest.raises(MemoryError, match=r"raise activations\.disk_memory, or name a directory"):
+        plan_run(limited, host_bytes=64 * GIB, disk_bytes=GIB, **room)
     little = {**room, "available_bytes": GIB}
-    with pytest.raises(MemoryError, match=r"disk_memory; device memory is short, too, by"):
+    with pytest.raises(MemoryError, match=r"larger disk; device memory is short, too, by"):
         plan_run(limited, host_bytes=64 * GIB, disk_bytes=GIB, **little)
     with pytest.raises(
-        MemoryError, match=r"on their way to a disk take .* moves .*state\.optimizer"
+        MemoryError, match=r"optimizer states .* in front of the disk .*state\.optimizer"
     ):
         plan_run(run, host_bytes=GIB, disk_bytes=128 * GIB, **room)
