@@ -272,13 +272,12 @@ class ActivationLayout:
         starts: dict[ActivationKey, Extent] = {}
         units = sorted(self.shards)
         placements = [self._placement(unit) for unit in units]
-        blocks = self.blocks.blocks(
-            np.array([placement.offloaded for placement in placements]).reshape(-1, 3),
-            attention_saved=np.array([placement.attention_saved for placement in placements]),
-            residual=np.array([self.shards[unit][self.rank].offloaded for unit in units]).reshape(
-                -1, 3
-            ),
+        offloaded, residual = (
+            np.array([one.offloaded for one in own], dtype=np.int64).reshape(-1, 3)
+            for own in (placements, [self.shards[unit][self.rank] for unit in units])
         )
+        saved = np.array([placement.attention_saved for placement in placements])
+        blocks = self.blocks.blocks(offloaded, attention_saved=saved, residual=residual)
         for unit, sizes in zip(units, blocks.tolist(), strict=True):
             *offsets, ends[unit[0]] = accumulate(sizes, initial=ends[unit[0]])
             for layer, offset, size in zip(layers, offsets, sizes, strict=True):
