@@ -244,7 +244,6 @@ def test_to_hf_refuses_bad_words(tmp_path):
     (tmp_path / "empty").mkdir()
     before = listing(tmp_path)
     for words, message in [
-        ((tmp_path / "nowhere", tmp_path / "m"), "nowhere"),
         ((tmp_path / "empty", tmp_path / "m"), "empty"),
         ((output, output), "is not empty"),
         ((output, tmp_path / "m", "--tokenizer", tmp_path / "empty"), "no tokenizer files"),

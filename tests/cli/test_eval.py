@@ -121,7 +121,6 @@ def test_the_plot(trained):
     ("words", "says"),
     [
         (["model.mlp_size=128"], "model.mlp_size is 64 there, 128 in the run file"),
-        (["--checkpoint", "out", "--initial"], "--initial and --checkpoint out: leave one"),
         (["--png", "no/such/place.png"], "there is no directory no/such"),
     ],
 )
