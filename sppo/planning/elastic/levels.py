@@ -200,7 +200,8 @@ class LevelChoice:
         )
         held: Table = np.cumsum(saved * walk.begins, axis=1) + saved * walk.is_backward
         held += np.where(walk.is_forward, forward, backward) + self.fixed_bytes
-        return held * (walk.is_forward | walk.is_backward)
+        taken: Table = held * (walk.is_forward | walk.is_backward)
+        return taken
 
     @cached_property
     def least_memory(self) -> EvaluatedCandidate:
