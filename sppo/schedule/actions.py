@@ -28,9 +28,9 @@ Conventions, all counted from 0:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Literal, NamedTuple, cast
 
 Wire = Literal["act", "grad", "kv", "weights", "gradients"]
@@ -56,10 +56,11 @@ class ActionKind(StrEnum):
     REDUCE = "REDUCE"
 
 
-class Op(IntEnum):
-    """Opcode: kind of an action and what it carries, as one number.
+class Op:
+    """Opcodes: kind of an action and what it carries, as one number.
 
-    Compute comes first, and actions of whole stages, which name no unit, are the last four.
+    Compute comes first, and actions of whole stages, which name no unit, are the last four. These
+    are plain integers, because numpy compares arrays with members of an enumeration slowly.
     """
 
     F = 0
@@ -79,24 +80,21 @@ class Op(IntEnum):
     D2H_GRADIENTS = 14
     H2D_GRADIENTS = 15
 
-    @property
-    def is_of_stage(self) -> bool:
-        """Whether the action applies to a whole stage and names no unit."""
-        return self >= Op.REDUCE
-
 
 NUM_COMPUTE = 4
 """Number of opcodes of compute, the first ones."""
 
 
-def _kind_and_wire(op: Op) -> tuple[ActionKind, Wire | None]:
-    kind, _, wire = op.name.partition("_")
+def _kind_and_wire(name: str) -> tuple[ActionKind, Wire | None]:
+    kind, _, wire = name.partition("_")
     return ActionKind(kind), cast("Wire | None", wire.lower() or None)
 
 
-OPCODES = {_kind_and_wire(op): op for op in Op}
+OPCODES: Mapping[tuple[ActionKind, Wire | None], int] = {
+    _kind_and_wire(name): code for name, code in vars(Op).items() if name.isupper()
+}
 """Opcodes by kind and wire."""
-WHOLE_STAGE_ACTIONS = tuple(name for name, op in OPCODES.items() if op.is_of_stage)
+WHOLE_STAGE_ACTIONS = tuple(name for name, code in OPCODES.items() if code >= Op.REDUCE)
 """Kinds and wires of actions that apply to a whole stage and name no unit."""
 COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
 """Kinds that occupy a rank's compute."""

@@ -245,7 +245,7 @@ def _needed(schedule: Schedule) -> Ints:
     """
     num_ranks, all_slots = schedule.num_ranks, np.arange(schedule.size)
 
-    def there(*codes: Op) -> Flags:
+    def there(*codes: int) -> Flags:
         return np.isin(all_slots, schedule.slots[schedule.of(*codes)])
 
     def of_sequences(some: Flags) -> Flags:

@@ -118,7 +118,7 @@ def _held(ranks: Ints, begins_s: Floats, ends_s: Floats, sizes: Floats) -> Float
     return np.stack([np.tile(ranks, 2), times_s, changes])
 
 
-def _first(schedule: Schedule, starts_s: Floats, *codes: Op) -> Table:
+def _first(schedule: Schedule, starts_s: Floats, *codes: int) -> Table:
     """Return the first start of some kinds of actions on the ranks of their stages.
 
     Returns:
@@ -131,7 +131,7 @@ def _first(schedule: Schedule, starts_s: Floats, *codes: Op) -> Table:
     return found
 
 
-def _last(schedule: Schedule, finishes_s: Floats, *codes: Op) -> Table:
+def _last(schedule: Schedule, finishes_s: Floats, *codes: int) -> Table:
     """Return the last end, as :func:`_first` returns the first start; minus infinity for none."""
     return -_first(schedule, -finishes_s, *codes)
 

@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from sppo.quoting import quoted
-from sppo.schedule.actions import OPCODES, Action, Cut, Lengths, Placement
+from sppo.schedule.actions import OPCODES, Action, Cut, Lengths, Op, Placement
 from sppo.schedule.checks import find_violations
 from sppo.schedule.schedule import MalformedActionError, Schedule
 
@@ -68,7 +68,7 @@ def parse_action(text: str) -> Action:
             "0F2.1, 1B0.3, 0SEND_ACT2.1, 0D2H2.1 or 0F2.1[1/3], or 0REDUCE"
         )
     kind, carries = _KINDS[match["kind"]]
-    of_stage = OPCODES[kind, carries].is_of_stage
+    of_stage = OPCODES[kind, carries] >= Op.REDUCE
     if (match["sequence"] is None) != of_stage:
         rule = "names only a stage" if of_stage else "names its unit"
         raise ValueError(

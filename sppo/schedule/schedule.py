@@ -391,7 +391,7 @@ class Schedule:
         return [(self.placement.rank_of(stage), self.tokens[unit])]
 
     @cached_property
-    def messages(self) -> Mapping[Op, tuple[Ints, Ints, Ints, Floats]]:
+    def messages(self) -> Mapping[int, tuple[Ints, Ints, Ints, Floats]]:
         """Messages that a step needs, by opcode of SEND, whether the programs hold them or not.
 
         For each wire: SENDs and RECVs as columns, [5, messages]; the shard of the unit that makes
@@ -402,7 +402,7 @@ class Schedule:
             Op.SEND_GRAD: self._messages(Op.SEND_GRAD, Op.RECV_GRAD, step=-self.num_units),
         }
 
-    def _messages(self, send: Op, receive: Op, *, step: int) -> tuple[Ints, Ints, Ints, Floats]:
+    def _messages(self, send: int, receive: int, *, step: int) -> tuple[Ints, Ints, Ints, Floats]:
         slots = np.arange(max(0, -step), self.size - max(0, step))
         owners = np.arange(self.size) // self.num_units % self.num_ranks
         at_groups = {slot for group in self.msp_groups for slot in (group, group - step)}

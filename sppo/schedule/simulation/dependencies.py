@@ -217,7 +217,7 @@ class Dependencies:
         sent, pairs, turns = map(np.concatenate, zip(*links, strict=True))
         self._wait(*in_turn(sent, resources=pairs, turns=turns))
 
-    def _transfer(self, send: Op, code: Op, step: int) -> tuple[Ints, Ints, Ints]:
+    def _transfer(self, send: int, code: int, step: int) -> tuple[Ints, Ints, Ints]:
         """Let messages wait for results, and readers for messages.
 
         Args:

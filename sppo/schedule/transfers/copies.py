@@ -161,7 +161,7 @@ def _phases(schedule: Schedule, uses: Flags) -> tuple[Ints, Ints, Ints]:
     return schedule.stages[first], first, last
 
 
-def _of_stages(schedule: Schedule, code: Op, stages: Ints) -> Ints:
+def _of_stages(schedule: Schedule, code: int, stages: Ints) -> Ints:
     """Return actions of whole stages as columns."""
     return columns_of(stages % schedule.num_ranks, code, stages)
 
