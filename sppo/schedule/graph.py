@@ -71,20 +71,8 @@ def in_turn(services: Ints, *, resources: Ints, turns: Ints) -> tuple[Ints, Ints
     return services[order][:-1][follows], services[order][1:][follows]
 
 
-class Standstill(Exception):
-    """Services that never happen, because they wait for each other or for such services.
-
-    Attributes:
-        services: First such service of each rank, and the service that it waits for.
-    """
-
-    def __init__(self, services: Sequence[tuple[int, int]]) -> None:
-        super().__init__(f"services {services} wait for each other")
-        self.services = services
-
-
 def longest_paths(edges: Edges, *, seconds: Floats, ranks: Ints, turns: Ints) -> Floats:
-    """Return when each service ends.
+    """Return when each service ends; infinity for services that never happen.
 
     The services of a rank are walked in turn, until one waits for a service of another rank that
     has no time yet.
@@ -94,9 +82,6 @@ def longest_paths(edges: Edges, *, seconds: Floats, ranks: Ints, turns: Ints) ->
         seconds: Seconds of each service.
         ranks: Rank of each service, or `NOWHERE`.
         turns: Order of the services of a rank, in which no service waits for a later one.
-
-    Raises:
-        Standstill: Services that never happen.
     """
     order = np.lexsort((turns, ranks))
     steps = _steps(edges, seconds=seconds, order=order)
@@ -116,17 +101,6 @@ def longest_paths(edges: Edges, *, seconds: Floats, ranks: Ints, turns: Ints) ->
                     del waiting[rank]
                 else:
                     waiting[rank] = step
-    if waiting:
-        never = np.isinf(np.array(ends)[steps.last[order]])
-        raise Standstill(
-            [
-                (
-                    int(order[never & (ranks[order] == rank)][0]),
-                    int(order[np.searchsorted(steps.last[order], awaited)]),
-                )
-                for rank, awaited in waiting.items()
-            ]
-        )
     return np.array(ends)[steps.last]
 
 

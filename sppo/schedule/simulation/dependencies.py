@@ -93,10 +93,10 @@ class Dependencies:
         """Edges of the step, which say what each service waits for."""
         return Edges.joined(self._edges)
 
-    def action_of(self, service: int) -> int:
-        """Return the action that a service belongs to."""
-        schedule = self.schedule
-        return service if service <= schedule.never else int(self.turns[service] + 1) // _TURNS
+    def action_of(self, services: Ints) -> Ints:
+        """Return the action that each service belongs to."""
+        beside = (self.turns[services] + 1) // _TURNS
+        return np.where(services <= self.schedule.never, services, beside)
 
     def _wait(
         self, earlier: Ints, later: Ints, *, lag_s: Floats | float = 0.0, cause: int = BUBBLE

@@ -8,7 +8,7 @@ import numpy as np
 
 from sppo.schedule.actions import NUM_COMPUTE, Op
 from sppo.schedule.costs import CopyEngines, Costs, Table
-from sppo.schedule.graph import Edges, Floats, Standstill, longest_paths
+from sppo.schedule.graph import NOWHERE, Edges, Floats, Ints, longest_paths
 from sppo.schedule.memory_track import peak_held_bytes
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.dependencies import Dependencies
@@ -29,15 +29,22 @@ class DeadlockError(RuntimeError):
 
     No request causes it, but a bug of what made the programs.
 
+    Args:
+        problem: What waits.
+        schedule: Schedule of the actions.
+        stuck: Actions that never happen, in the order of the programs.
+
     Attributes:
         rank: First rank that cannot proceed.
         index: Position in the program of that rank at which it waits, from 0.
     """
 
-    def __init__(self, problem: str, rank: int, index: int) -> None:
-        super().__init__(problem)
-        self.rank = rank
-        self.index = index
+    def __init__(self, problem: str, schedule: Schedule, stuck: Ints) -> None:
+        ranks, firsts = np.unique(schedule.ranks[stuck], return_index=True)
+        shown = "; ".join(map(schedule.text_with_place, stuck[firsts][:_SHOWN].tolist()))
+        more = f"; and {ranks.size - _SHOWN} more ranks" if ranks.size > _SHOWN else ""
+        super().__init__(f"{problem}: {shown}{more}")
+        self.rank, self.index = schedule.place(int(stuck[0]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +98,11 @@ def simulate(schedule: Schedule, *, costs: Costs, seconds: Floats | None = None)
     """
     step = Dependencies(schedule, costs=costs, seconds=seconds)
     edges = step.edges
-    try:
-        ends = longest_paths(edges, seconds=step.seconds, ranks=step.ranks, turns=step.turns)
-    except Standstill as standstill:
-        raise _deadlock(standstill, step) from None
+    ends = longest_paths(edges, seconds=step.seconds, ranks=step.ranks, turns=step.turns)
+    stuck = np.flatnonzero(np.isinf(ends) & (step.ranks != NOWHERE))
+    if stuck.size:
+        problem = "the order of the programs contradicts itself"
+        raise DeadlockError(problem, schedule, np.unique(step.action_of(stuck)))
     edges = Edges.joined([edges, *step.implied])
     ready = np.maximum.accumulate(
         [
@@ -169,17 +177,3 @@ def _waits(step: Dependencies, ends: Floats, ready: Floats, *, until: float) -> 
     between = np.stack([ranks, begins, stops, causes])[:, is_wait]
     behind = np.broadcast_arrays(every_rank[idles], busy_until[idles], until, BUBBLE)
     return np.hstack([between, np.stack(behind)])
-
-
-def _deadlock(standstill: Standstill, step: Dependencies) -> DeadlockError:
-    """Return the error that names the actions that wait for each other."""
-    schedule = step.schedule
-    waits = [[*map(step.action_of, services)] for services in standstill.services]
-    shown = "; ".join(
-        f"{schedule.text_with_place(waiting)}, waits for {schedule.text(awaited)}"
-        for waiting, awaited in waits[:_SHOWN]
-    )
-    more = f"; and {len(waits) - _SHOWN} more ranks" if len(waits) > _SHOWN else ""
-    return DeadlockError(
-        f"the order of the programs contradicts itself: {shown}{more}", *schedule.place(waits[0][0])
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sppo.hardware.presets import PRESETS
@@ -15,6 +16,7 @@ from sppo.schedule.simulation.simulate import DeadlockError
 from sppo.units import GIB, MIB
 from tests.make import make_run
 from tests.planning.cases import machine, run_config, solved
+from tests.schedule.cases import make
 
 KIB = 1 << 10
 NODE = PRESETS["h100"]
@@ -90,7 +92,7 @@ def test_a_deadlock_is_no_request_that_does_not_fit(monkeypatch):
     """It is a bug, which nothing that tries many requests may swallow."""
 
     def deadlocked(*_, **__):
-        raise DeadlockError("ranks wait for each other", 0, 0)
+        raise DeadlockError("ranks wait", make("sppo", p=1, n=1, m=1), np.zeros(1, dtype=int))
 
     monkeypatch.setattr(evaluated_candidate, "simulate_step", deadlocked)
     with pytest.raises(DeadlockError):
