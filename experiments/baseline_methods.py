@@ -39,9 +39,9 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Mechanism, Workload
 from sppo.cost.memory.copy_room import with_placement
+from sppo.cost.memory.messages import exchanged_bytes
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import state_memory
-from sppo.cost.memory.unit_messages import exchanged_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.parameters import layer_parameters, num_parameters
 from sppo.cost.stage_cost import stage_costs, stage_seconds

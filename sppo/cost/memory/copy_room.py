@@ -21,19 +21,18 @@ from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_tier_bytes, largest_kv_block
-from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
+from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import collective_bytes, of_each_rank
-from sppo.cost.memory.unit_messages import sent_bytes
-from sppo.cost.memory.unit_working_sets import computing_bytes
+from sppo.cost.memory.unit_working_sets import (
+    block_layout,
+    computing_bytes,
+    joined_bytes,
+    queries_bytes,
+)
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
 from sppo.cost.stage_cost import kinds_of_stages, placed_bytes, weight_operand_bytes
 from sppo.schedule.costs import Table
-
-
-def passes_through_slots(candidate: Candidate) -> bool:
-    """Return whether D2H copies pass through slots on the device, as on a CPU."""
-    return candidate.workload.hardware.device.kind == "cpu"
 
 
 def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
@@ -42,32 +41,20 @@ def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
     return shape.blocks(placement.offloaded[stage], attention_saved=saved)
 
 
-def slots_on_device(candidate: Candidate, layout: BlockLayout) -> int:
-    """Return the number of blocks on the device at once: leaving, coming back or in use.
+def block_slots(candidate: Candidate, layout: BlockLayout) -> tuple[int, int, int]:
+    """Return how many blocks have memory at once, beside that of the running layer.
 
-    One of the leaving sources belongs to the running layer and counts in the working set instead.
+    On a CPU, copies to a disk pass through slots on the device. A GPU copies from where tensors
+    are, and to a disk through slots in host memory.
+
+    Returns:
+        Blocks for which device memory is allocated all the time: that leave, come back or are in
+        use; blocks that leave from their own memory while another layer runs; slots of host memory.
     """
-    return reserved_slots(candidate, layout) + _sources_waiting(candidate)
-
-
-def reserved_slots(candidate: Candidate, layout: BlockLayout) -> int:
-    """Return the number of blocks for which device memory is allocated all the time."""
-    leaving = layout.staging_slots if passes_through_slots(candidate) else 0
-    return leaving + layout.ring_slots
-
-
-def staging_slots(candidate: Candidate, layout: BlockLayout) -> int:
-    """Return the number of blocks of host memory through which copies to and from a disk pass.
-
-    0 on a CPU, whose slots are device memory (:func:`reserved_slots`).
-    """
-    has_host = not passes_through_slots(candidate)
-    return layout.staging_slots if candidate.tier == "disk" and has_host else 0
-
-
-def _sources_waiting(candidate: Candidate) -> int:
-    """Return the number of blocks that leave from their own memory while another layer runs."""
-    return 0 if passes_through_slots(candidate) else MAX_BLOCKS_IN_FLIGHT_OUT - 1
+    if candidate.workload.hardware.device.kind == "cpu":
+        return layout.staging_slots + layout.ring_slots, 0, 0
+    in_host = layout.staging_slots if candidate.tier == "disk" else 0
+    return layout.ring_slots, MAX_BLOCKS_IN_FLIGHT_OUT - 1, in_host
 
 
 def copy_slots(candidate: Candidate) -> tuple[Callable[[ActivationPlacement], float], ...]:
@@ -89,7 +76,8 @@ def _copy_slots(candidate: Candidate, shape: BlockLayout) -> Callable[[Activatio
     working set does not count already, for as many layers as backward holds at once.
     """
     workload, longest = candidate.workload, max(candidate.lengths)
-    count, at_once = slots_on_device(candidate, shape), shape.taken_at_once(attention_saved=True)
+    reserved, leaving, _ = block_slots(candidate, shape)
+    count, at_once = reserved + leaving, shape.taken_at_once(attention_saved=True)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     row_bytes = classes / workload.sequence_parallel_degree
     padding_bytes, least_bytes = shape.most_padding_bytes, count * largest_kv_block(candidate)
@@ -148,9 +136,11 @@ def with_placement(
     firsts, kinds = kinds_of_stages(candidate, placement)
     rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
     *of_slots, tier = np.array(rooms, dtype=np.int64)[kinds].T
-    slots, staging, blocks, joined = (candidate.by_rank(table).max(axis=0) for table in of_slots)
+    slots, waiting, staging, blocks, joined = (
+        candidate.by_rank(table).max(axis=0) for table in of_slots
+    )
     blocks = np.maximum(blocks, largest_kv_block(candidate))
-    leaving = _sources_waiting(candidate) * (blocks + largest_kv_block(candidate))
+    leaving = waiting * (blocks + largest_kv_block(candidate))
     buckets = {
         **at_peak,
         "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
@@ -173,20 +163,19 @@ def with_placement(
 
 def _stage_room(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
-) -> tuple[int, int, int, int, int]:
+) -> tuple[int, ...]:
     """Return the slots and bytes that offloading takes for one stage.
 
     Returns:
-        Number of blocks for which device memory is allocated all the time, and of those of host
-        memory; bytes of the largest block, of tensors that backward joins from parts (0 on a GPU,
-        whose working sets include them), and of the largest sequence in the tier.
+        Numbers of blocks (:func:`block_slots`); bytes of the largest block, of tensors that
+        backward joins from parts (0 on a GPU, whose working sets include them), and of the largest
+        sequence in the tier.
     """
     layout = block_layout(candidate, stage=stage)
     blocks = stage_blocks(placement, layout, stage=stage)
     on_gpu = candidate.workload.hardware.device.kind == "cuda"
     return (
-        reserved_slots(candidate, layout),
-        staging_slots(candidate, layout),
+        *block_slots(candidate, layout),
         int(blocks.max()),
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
         max(int(blocks[own].sum()) for own in candidate.distinct_sequences),

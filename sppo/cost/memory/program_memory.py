@@ -21,19 +21,18 @@ from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.communicators import communicators_bytes
 from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS, ShardSizes
-from sppo.cost.memory.copy_room import (
-    reserved_slots,
-    slots_on_device,
-    stage_blocks,
-    staging_slots,
-)
-from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
-from sppo.cost.memory.messages_held import tokens_held
+from sppo.cost.memory.copy_room import block_slots, stage_blocks
+from sppo.cost.memory.messages import exchanged_bytes, sent_bytes, tokens_held
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import collective_bytes, of_each_rank
-from sppo.cost.memory.unit_messages import exchanged_bytes, sent_bytes
-from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes, running_bytes
+from sppo.cost.memory.unit_working_sets import (
+    block_layout,
+    computing_bytes,
+    joined_bytes,
+    loss_bytes,
+    running_bytes,
+)
 from sppo.cost.memory.walk import Walk, bytes_at_peak, during
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.costs import Table
@@ -99,9 +98,9 @@ def with_msp(
     ranges, workload = msp_ranges(schedule.msp_groups), candidate.workload
     found = []
     for rank, own in enumerate(of_each_rank(program.with_messages_as_if_whole())):
-        layout, block_bytes = program.largest_layout(rank), int(blocks[rank])
-        reserved, held = reserved_slots(candidate, layout), memory[rank]
-        own["working_bytes"] += (slots_on_device(candidate, layout) - reserved) * block_bytes
+        held, block_bytes = memory[rank], int(blocks[rank])
+        slots, waiting, staging = block_slots(candidate, program.largest_layout(rank))
+        own["working_bytes"] += waiting * block_bytes
         code, whole_code = (
             code_bytes(workload, lengths=lengths)
             for lengths in (program.lengths(rank), candidate.lengths)
@@ -109,13 +108,13 @@ def with_msp(
         device = replace(
             held.device,
             **own,
-            copies_bytes=reserved * block_bytes,
+            copies_bytes=slots * block_bytes,
             growth_bytes=held.device.growth_bytes + code - whole_code,
             communicators_bytes=communicators_bytes(candidate, position=rank, ranges=ranges),
         )
         in_tiers = {
             "tier_activations_bytes": int(in_tier[rank]),
-            "staging_bytes": staging_slots(candidate, layout) * block_bytes,
+            "staging_bytes": staging * block_bytes,
         }
         found.append(replace(held, device=device, **in_tiers))
     return tuple(found)

@@ -15,9 +15,9 @@ from sppo.cost.communicators import communicators_bytes
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set
+from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
-from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
 from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS

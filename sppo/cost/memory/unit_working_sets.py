@@ -1,7 +1,8 @@
 """Working sets of the forwards and backwards of a candidate's units and MSP shards.
 
 A working set is freed when its unit ends, so it is added to what is held at that moment
-(:func:`sppo.cost.memory.walk.bytes_at_peak`).
+(:func:`sppo.cost.memory.walk.bytes_at_peak`). Backward joins saved tensors that a placement divides
+by rows; joined tensors are part of the working set, too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sppo.activations.placement import ActivationPlacement
-from sppo.activations.tensor_classes import CLASSES, class_bytes_per_token
+from sppo.activations.activation_layout import BlockLayout
+from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.tensor_classes import (
+    ATTENTION,
+    CLASSES,
+    LINEAR,
+    class_bytes_per_token,
+    tensor_bytes_per_token,
+)
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
-from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.stage_cost import kinds_of_stages
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
@@ -140,3 +147,44 @@ def _with_joined(
     parts = (placement.retained[stage] * is_cut) @ sizes / layout.shard_count
     found: Table = np.maximum(joined, backward + np.maximum(0, joined - parts))
     return found
+
+
+def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
+    """Return the layout of the packed blocks of one stage."""
+    workload = candidate.workload
+    return BlockLayout(
+        tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes),
+        layers=candidate.stages[stage],
+        input_every=candidate.input_every,
+        shard_count=workload.sequence_parallel_degree,
+    )
+
+
+def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
+    """Return the bytes of tensors of each subsequence that backward joins from parts, [N].
+
+    All layers that share a saved input count together: backward takes them at once, and the joined
+    tensors of a layer stay until its own backward ends. The input itself counts once. A partly
+    recomputed tensor counts in the working set as if it were recomputed whole, except queries and
+    keys, which are joined earlier and count here.
+
+    Args:
+        placement: Placement by the activation policy.
+        shape: Layout of the blocks of the stage.
+        stage: Index of the stage.
+    """
+    retains, offloads, recomputes = (table[stage] > 0 for table in placement)
+    is_cut = (retains & offloads) | ((retains | offloads) & recomputes)
+    tokens = placement.tokens
+    other, first = shape.layer_bytes(tokens[:, None] * (is_cut & ~recomputes))
+    shared = shape.taken_at_once(attention_saved=True)
+    layers = np.where(recomputes[:, ATTENTION], 1, shared)
+    sooner = (is_cut & recomputes)[:, LINEAR] * queries_bytes(shape, tokens)
+    found: Counts = first + (layers - 1) * other + layers * sooner
+    return found
+
+
+def queries_bytes(shape: BlockLayout, tokens: Counts) -> Counts:
+    """Return the bytes of saved queries, and of saved keys if any, of one layer, [N]."""
+    names = [name for name in ("q", "k") if name in shape.row_bytes]
+    return sum((shape.sharded_bytes(name, tokens) for name in names), start=np.zeros_like(tokens))

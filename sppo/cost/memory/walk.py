@@ -68,11 +68,14 @@ class Walk:
         self.units = schedule.units[self.actions] if packed else before
         self._num_units = schedule.num_units if packed else len(schedule.lengths[0])
         self._num_sequences, self._num_parts = schedule.num_sequences, before + behind + 1
-        self.is_forward, self.is_backward = codes == Op.F, codes == Op.B
+        self.is_forward: Mask = codes == Op.F
+        self.is_backward: Mask = codes == Op.B
         held = self.is_forward.astype(np.float64) - self.is_backward
-        self.begins = held * schedule.shares[self.actions]
+        self.begins: Table = held * schedule.shares[self.actions]
         is_weight_half = codes == Op.W
-        self.defers = (self.is_backward - is_weight_half.astype(np.float64)) * is_weight_half.any()
+        self.defers: Table = (
+            self.is_backward - is_weight_half.astype(np.float64)
+        ) * is_weight_half.any()
         self.is_first_part, self.is_last_part = before == 0, behind == 0
 
     @cached_property

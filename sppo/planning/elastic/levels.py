@@ -28,7 +28,7 @@ from sppo.activations.policy import decide
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate, of_ranks
-from sppo.cost.memory.unit_messages import sent_bytes
+from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.walk import Walk, kv_held, walk_of
 from sppo.cost.stage_cost import (

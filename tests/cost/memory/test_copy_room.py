@@ -24,7 +24,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.working_set import working_sets
 from sppo.cost.memory.copy_room import stage_blocks
-from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
+from sppo.cost.memory.unit_working_sets import block_layout, joined_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData

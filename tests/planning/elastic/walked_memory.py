@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 
 from sppo.cost.kv import kv_tokens
-from sppo.cost.memory.unit_messages import sent_bytes
+from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.stage_cost import placed_bytes, weight_operand_bytes
 from sppo.schedule.actions import ActionKind

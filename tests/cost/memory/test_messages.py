@@ -1,16 +1,19 @@
-"""Messages between stages that a rank holds: the prediction against the engine's buffers."""
+"""Memory of messages: of running units, and those that a rank holds, as the engine's buffers do."""
 
 from collections import deque
 
 import pytest
 import torch
 
-from sppo.cost.memory.messages_held import MOST_SENDS, tokens_held
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.memory.messages import MOST_SENDS, sent_bytes, tokens_held
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.program import generate, lower
+from tests.planning.cases import machine, run_config
 
 LENGTHS = (13, 8, 24, 5)
 
@@ -112,3 +115,14 @@ def test_as_many_tokens_as_the_buffers_hold(schedule, ranks, virtual):
 
 def test_it_holds_as_many_sends_as_the_engine():
     assert MOST_SENDS == pipeline_p2p._MOST_UNDER_WAY
+
+
+def test_the_ends_of_a_pipeline_have_one_neighbour():
+    model = run_config("llama-3.2-1b").model
+    candidate = Candidate(Workload(model, machine()), (256, 128), pipeline_parallel_degree=3)
+    row = model.hidden_size * 2
+    assert sent_bytes(candidate)[0].tolist() == [
+        [2 * 256 * row, 2 * 128 * row],
+        [4 * 256 * row, 4 * 128 * row],
+        [2 * 256 * row, 2 * 128 * row],
+    ]
