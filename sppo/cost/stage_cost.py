@@ -108,8 +108,9 @@ class StageSeconds:
     reduce_s: Table
 
 
+@lru_cache(maxsize=8)
 def stage_seconds(candidate: Candidate) -> StageSeconds:
-    """Return the seconds of every stage and unit if all saved tensors are retained.
+    """Return the seconds of every stage and unit if all saved tensors are retained; cached.
 
     Raises:
         ValueError: More stages than layers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -38,8 +39,9 @@ DISK_UPDATE_ELEMENTS = 1 << 19
 """Parameters of a bucket of an optimizer on a disk: long enough reads at little memory."""
 
 
+@lru_cache(maxsize=512)
 def state_memory(candidate: Candidate) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank without saved activations and working sets."""
+    """Return the memory of each rank without saved activations and working sets; cached."""
     ranks, tiers = candidate.pipeline_parallel_degree, candidate.state
     element, device = candidate.workload.element_bytes, candidate.workload.hardware.device
     parameters, updated = (

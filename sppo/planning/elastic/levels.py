@@ -40,7 +40,6 @@ from sppo.cost.stage_cost import (
     weight_operand_bytes,
 )
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
-from sppo.planning.search.bounds import memory_without_activations
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.policy_inputs import policy_inputs
@@ -377,12 +376,7 @@ def level_choice(candidate: Candidate, *, levels: Sequence[Level]) -> LevelChoic
         levels: Levels that units may have; the last needs least memory.
     """
     seconds = stage_seconds(candidate)
-    inputs = policy_inputs(
-        candidate,
-        seconds=seconds,
-        in_flight=np.ones((candidate.num_stages, len(candidate.lengths)), dtype=np.int64),
-        states=memory_without_activations(candidate),
-    )
+    inputs = policy_inputs(candidate)
     inputs = replace(inputs, hidden_bytes=inputs.hidden_bytes * _tier_shares(candidate, inputs))
     placements = tuple(_placed_alike(level, inputs) for level in levels)
     sent = sent_bytes(candidate)

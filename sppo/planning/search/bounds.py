@@ -8,7 +8,6 @@ from functools import lru_cache
 import numpy as np
 
 from sppo.cost.candidate import Candidate, of_ranks
-from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.stage_cost import stage_seconds
 from sppo.planning.search.kv_choices import kv_choices
@@ -58,11 +57,5 @@ def _least_shortfall(candidate: Candidate) -> Shortfall | None:
     if candidate.schedule == "sppo_msp":
         # A program that cuts units runs one sequence after another.
         candidate = replace(candidate, sequences=1)
-    shortfall = find_shortfall(candidate, memory_without_activations(candidate))
+    shortfall = find_shortfall(candidate, state_memory(candidate))
     return None if shortfall is None else replace(shortfall, at_least=True)
-
-
-@lru_cache(maxsize=512)
-def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank without saved activations and working sets; cached."""
-    return state_memory(candidate)

@@ -53,6 +53,11 @@ class Rejection:
         return None if self.candidate is None else len(self.candidate.lengths)
 
     @property
+    def short_bytes(self) -> float:
+        """Missing bytes; infinite if memory was not the reason."""
+        return inf if self.shortfall is None else self.shortfall.short_bytes
+
+    @property
     def policy(self) -> str | None:
         """Activation policy that came nearest to fitting; None if none was tried."""
         if self.candidate is None or self.shortfall is None or self.shortfall.at_least:
@@ -201,11 +206,10 @@ class Division:
     @property
     def fits(self) -> bool:
         """True if any candidate fits."""
-        if not self.may_fit:
-            return False
-        if self.nearest.shortfall is None or self._lacks_device_memory:
-            return self.nearest.shortfall is None
-        return self.best() is not None
+        return self.may_fit and (
+            self.nearest.shortfall is None
+            or (not self._lacks_device_memory and self.best() is not None)
+        )
 
     @property
     def nearest(self) -> EvaluatedCandidate:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.program_memory import holds_messages, with_messages_held, with_msp
 from sppo.cost.memory.stage_memory import StageMemory, most_tier_bytes, node_host_bytes
-from sppo.cost.stage_cost import StageSeconds, stage_costs, stage_seconds
+from sppo.cost.memory.state_memory import state_memory
+from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.step_time import StepTime, step_times
-from sppo.planning.search.bounds import memory_without_activations
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.costs import Costs
@@ -24,12 +24,6 @@ from sppo.schedule.transfers.copies import KVPlacement
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 """Memory buckets that a simulation tracks over time; the others are constant during a step."""
-
-
-@lru_cache(maxsize=8)
-def seconds_of(candidate: Candidate) -> StageSeconds:
-    """Return the seconds of a candidate's units, with everything retained; cached."""
-    return stage_seconds(candidate)
 
 
 def has_own_memory(candidate: Candidate) -> bool:
@@ -61,8 +55,8 @@ class EvaluatedCandidate:
     @cached_property
     def costs(self) -> Costs:
         """Cost tables of the step, for the simulator."""
-        candidate = self.candidate
-        return stage_costs(candidate, seconds=seconds_of(candidate), placement=self.placement)
+        seconds = stage_seconds(self.candidate)
+        return stage_costs(self.candidate, seconds=seconds, placement=self.placement)
 
     @cached_property
     def time(self) -> StepTime:
@@ -90,8 +84,7 @@ class EvaluatedCandidate:
     def memory(self) -> tuple[StageMemory, ...]:
         """Memory of one device of each pipeline rank."""
         candidate, placement = self.candidate, self.placement
-        states = memory_without_activations(candidate)
-        memory = with_placement(states, candidate=candidate, placement=placement)
+        memory = with_placement(state_memory(candidate), candidate=candidate, placement=placement)
         if self.counts_program and candidate.schedule == "sppo_msp":
             memory = with_msp(
                 memory, candidate=candidate, placement=placement, schedule=self.program

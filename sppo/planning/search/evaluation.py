@@ -9,13 +9,12 @@ from functools import partial
 import numpy as np
 
 from sppo.activations.hybrid import choices, least_memory
-from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import POLICIES, decide, decide_ratio
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.walk import walk_of
-from sppo.planning.search.bounds import may_fit, memory_without_activations
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, has_own_memory, seconds_of
+from sppo.planning.search.bounds import may_fit
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, has_own_memory
 from sppo.planning.search.kv_choices import check_kv, kv_choices
 from sppo.planning.search.policy_inputs import policy_inputs, tier_room_bytes
 from sppo.schedule.costs import Table
@@ -110,12 +109,7 @@ def _placed(candidate: Candidate) -> EvaluatedCandidate:
     check_kv(candidate)
     evaluated = partial(EvaluatedCandidate, candidate)
     quickly = partial(evaluated, counts_program=not has_own_memory(candidate))
-    inputs = policy_inputs(
-        candidate,
-        seconds=seconds_of(candidate),
-        in_flight=_most_tokens_in_flight(candidate),
-        states=memory_without_activations(candidate),
-    )
+    inputs = policy_inputs(candidate)
     if not _is_free(candidate):
         return evaluated(_fixed_placement(candidate, inputs))
     compared: list[EvaluatedCandidate] = []
@@ -191,16 +185,3 @@ def _less(room: Table, needed: Table, lacks: Table) -> Table:
     """Return the room, and where bytes are lacking at most what was needed without these."""
     less: Table = np.maximum(0.0, np.minimum(room, needed - lacks))
     return np.where(lacks > 0, less, room)
-
-
-def _most_tokens_in_flight(candidate: Candidate) -> Counts:
-    """Return how often each unit is held when a rank holds most tokens, at least 1, [stages, N].
-
-    A unit that is not held at that moment is held at another. Each unit of a single sequence, or
-    of packed sequences, whose units are numbered through, is held at most once.
-    """
-    shape = candidate.num_stages, len(candidate.lengths)
-    if candidate.sequences == 1:
-        return np.ones(shape, dtype=np.int64)
-    tokens = np.broadcast_to(np.array(candidate.lengths, dtype=np.float64), shape)
-    return np.maximum(walk_of(candidate).counts(tokens), 1)

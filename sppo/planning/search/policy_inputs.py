@@ -12,30 +12,24 @@ from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes
 from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
+from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.walk import walk_of
-from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, row_bytes_of, shared_input_bytes_of
+from sppo.cost.stage_cost import (
+    copy_bytes_per_s,
+    row_bytes_of,
+    shared_input_bytes_of,
+    stage_seconds,
+)
 from sppo.schedule.costs import Table
 
 
-def policy_inputs(
-    candidate: Candidate,
-    *,
-    seconds: StageSeconds,
-    in_flight: Counts,
-    states: tuple[StageMemory, ...],
-) -> PolicyInputs:
+def policy_inputs(candidate: Candidate) -> PolicyInputs:
     """Return the inputs of a candidate's activation policy.
 
     The device has room for everything: callers give the policy less room while its placement does
     not fit (:func:`sppo.planning.search.evaluation.evaluate_candidate`).
-
-    Args:
-        candidate: Candidate whose activations are placed.
-        seconds: Seconds of the candidate's units, with everything retained.
-        in_flight: Number of sequences whose unit is held at the worst moment, [stages,
-            subsequences].
-        states: Memory of each rank without saved activations.
     """
+    seconds, states = stage_seconds(candidate), state_memory(candidate)
     count = len(candidate.lengths)
     tokens = np.array(candidate.lengths, dtype=np.int64)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
@@ -55,7 +49,7 @@ def policy_inputs(
         tokens=tokens,
         row_bytes=row_bytes_of(candidate),
         shared_input_bytes=shared_input_bytes_of(candidate),
-        in_flight=in_flight,
+        in_flight=_most_tokens_in_flight(candidate),
         sequences=sequences,
         next_forward_s=forward,
         hidden_bytes=np.maximum(0.0, hidden),
@@ -69,6 +63,19 @@ def policy_inputs(
         allow_partial=candidate.allow_partial,
         lasts=tuple(own.stop - 1 for own in candidate.distinct_sequences),
     )
+
+
+def _most_tokens_in_flight(candidate: Candidate) -> Counts:
+    """Return how often each unit is held when a rank holds most tokens, at least 1, [stages, N].
+
+    A unit that is not held at that moment is held at another. Each unit of a single sequence, or
+    of packed sequences, whose units are numbered through, is held at most once.
+    """
+    shape = candidate.num_stages, len(candidate.lengths)
+    if candidate.sequences == 1:
+        return np.ones(shape, dtype=np.int64)
+    tokens = np.broadcast_to(np.array(candidate.lengths, dtype=np.float64), shape)
+    return np.maximum(walk_of(candidate).counts(tokens), 1)
 
 
 def _may_offload(candidate: Candidate) -> npt.NDArray[np.bool_]:

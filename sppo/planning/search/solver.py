@@ -61,7 +61,7 @@ class Solution:
         others = [one for one in self.divisions if one.degrees not in answered]
         found = {one: lacks for one in others if (lacks := one.rejection()) is not None}
         while found and not self.fitting:
-            nearest = min(found, key=lambda one: _short_bytes(found[one]))
+            nearest = min(found, key=lambda one: found[one].short_bytes)
             exact = nearest.rejection(exact=True)
             if exact is None or found[nearest] == exact:
                 break
@@ -85,7 +85,7 @@ class Solution:
 def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
     """Return the rejection that lacks least memory; None if none is for memory."""
     short = [one for one in rejected if one.shortfall is not None]
-    return min(short, key=_short_bytes, default=None)
+    return min(short, key=lambda one: one.short_bytes, default=None)
 
 
 def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
@@ -178,11 +178,6 @@ def _with_less_host_memory(
             break
         near.append(with_less_host_memory(leader))
     return *sorted(near, key=lambda one: one.node_host_bytes), *leaders[len(near) :]
-
-
-def _short_bytes(rejection: Rejection) -> int:
-    assert rejection.shortfall is not None, "only asked of what lacks memory"
-    return rejection.shortfall.short_bytes
 
 
 def _rank(evaluated: EvaluatedCandidate) -> tuple[float, int, int]:

@@ -85,22 +85,6 @@ def all_candidates(solution):
     return [solution.best, *solution.runners_up, *solution.by_num_subsequences]
 
 
-def assert_sound(solution):
-    run, hardware = solution.run, solution.hardware
-    for evaluated in all_candidates(solution):
-        assert sum(evaluated.candidate.lengths) == run.sequence.length
-        assert min(evaluated.candidate.lengths) > 0
-        assert evaluated.device_peak_bytes <= hardware.device.usable_bytes
-        assert evaluated.host_peak_bytes <= hardware.host_bytes_per_device
-        assert evaluated.degrees.num_devices <= hardware.num_devices
-    steps = [evaluated.step_s for evaluated in (solution.best, *solution.runners_up)]
-    assert all(a <= b * SEVERAL for a, b in pairwise(steps))
-    assert len({evaluated.degrees for evaluated in (solution.best, *solution.runners_up)}) == len(
-        steps
-    )
-    assert all(rejection.reason for rejection in solution.rejected)
-
-
 @st.composite
 def requests(draw):
     """A small model on one to four nodes with less of everything than they have."""
@@ -156,16 +140,8 @@ def test_a_better_machine_is_not_slower(asked, what, factor):
     run, hardware = asked
     before = solve(run, hardware=hardware)
     if before.best is not None:
-        assert_sound(before)
         after = solve(run, hardware=better(hardware, what=what, factor=factor))
         assert after.best.step_s <= before.best.step_s * SEVERAL
-
-
-def test_closed_forms_said_how_long_what_wins_takes():
-    solution = answer("1Mi")
-    for evaluated in (solution.best, *solution.runners_up):
-        if evaluated.candidate.schedule == "sppo":
-            assert evaluated.step_s == pytest.approx(evaluated.time.step_s, rel=1e-9)
 
 
 def test_every_way_to_share_out_the_devices_is_answered_for():

@@ -187,21 +187,6 @@ def test_three_million_tokens_fit_on_one_device_with_the_host_behind_it():
     assert best.placement.offloaded[0, :-1, X_IN].all()
 
 
-def test_the_best_number_of_subsequences_is_taken_where_one_stage_does_not_fit():
-    run = run_config(
-        "llama-3.1-8b",
-        length="500Ki",
-        hardware={"preset": "h100", "devices_per_node": 1, "host_memory": "2TiB"},
-    )
-    alone = machine(H100, num_devices=1, host_memory_bytes=2 << 40)
-    solution = solve(run, hardware=alone)
-    assert solution.best.candidate.virtual_stages > 1
-    others = solution.by_num_subsequences
-    assert len(others) > 4
-    fastest = min(others, key=lambda one: one.time.step_s)
-    assert solution.best.candidate.lengths == fastest.candidate.lengths
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_masters_are_in_the_tier_whatever_the_weights_are(dtype):
     one = candidate(HOST)
