@@ -107,19 +107,18 @@ def _placed(candidate: Candidate) -> EvaluatedCandidate:
     A program takes long to make, so memory is counted from it once a placement fits without.
     """
     check_kv(candidate)
-    evaluated = partial(EvaluatedCandidate, candidate)
-    quickly = partial(evaluated, counts_program=not has_own_memory(candidate))
+    evaluated = partial(EvaluatedCandidate, candidate, counts_program=not has_own_memory(candidate))
     inputs = policy_inputs(candidate)
     if not _is_free(candidate):
-        return evaluated(_fixed_placement(candidate, inputs))
+        return _in_program(evaluated(_fixed_placement(candidate, inputs)))
     compared: list[EvaluatedCandidate] = []
     for attempt in range(_ATTEMPTS):
-        placed = [quickly(one) for one in choices(inputs)]
+        placed = [evaluated(one) for one in choices(inputs)]
         if not placed:
             break
         found = placed[0] if len(placed) == 1 else min(placed, key=lambda one: one.time.step_s)
-        if found.shortfall is None and not found.counts_program:
-            found = evaluated(found.placement)
+        if found.shortfall is None:
+            found = _in_program(found)
         if found.shortfall is None:
             if not found.placement.recomputed.any():
                 return found
@@ -127,10 +126,21 @@ def _placed(candidate: Candidate) -> EvaluatedCandidate:
             break
         inputs = _with_less_room(inputs, found, times=2 ** max(0, attempt - 2))
     most_s = compared[0].time.step_s if compared else np.inf
-    uniform = map(evaluated if compared else quickly, _uniform(candidate, inputs))
-    compared += [one for one in uniform if one.time.step_s < most_s]
+    uniform = map(evaluated, _uniform(candidate, inputs))
+    faster = [one for one in uniform if one.time.step_s < most_s]
+    compared += map(_in_program, faster) if compared else faster
     best = min(compared, key=lambda one: (one.short_bytes, one.time.step_s))
-    return best if best.counts_program else evaluated(best.placement)
+    return _in_program(best)
+
+
+def _in_program(found: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return a candidate with its memory in its program, unless it lacks some without it anyway.
+
+    Under MSP a program may hold less than is counted without.
+    """
+    if found.shortfall is not None and found.candidate.schedule != "sppo_msp":
+        return found
+    return found if found.counts_program else replace(found, counts_program=True)
 
 
 def _is_free(candidate: Candidate) -> bool:
