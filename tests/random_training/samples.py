@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
+from sppo.activations.placement import ActivationPlacement
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
@@ -23,7 +24,7 @@ from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, level_choice
+from sppo.planning.elastic.levels import level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.packing_search import PackingSearch
@@ -127,13 +128,24 @@ def _plan(planner: StepPlanner, lengths: tuple[int, ...], samples: Samples, tier
 
 def _with_mixed_levels(candidate: Candidate, *, offloads: bool) -> EvaluatedCandidate:
     """The candidate with any level for each unit of each stage, cut at any row."""
-    levels = list(OFFLOADING_LEVELS if offloads else LEVELS)
+    choice = level_choice(candidate, offloads=offloads)
+    levels = [*choice.placements]
     if offloads and candidate.workload.sequence_parallel == "ulysses":
-        levels += [Level(*shares) for shares in ((0.5, 0.5), (0.5, 1.0), (0.0, 0.3), (0.7, 0.0))]
-    with mock.patch("sppo.planning.elastic.levels.ROW_ALIGNMENT", 1):
-        choice = level_choice(candidate, levels=levels)
+        shares = ((0.5, 0.5), (0.5, 1.0), (0.0, 0.3), (0.7, 0.0))
+        levels += [_partly_recomputed(levels[0], *one) for one in shares]
     shape = candidate.num_stages, len(candidate.lengths)
+    choice = replace(choice, placements=tuple(levels))
     return choice.evaluated(np.random.default_rng(0).integers(0, len(levels), shape))
+
+
+def _partly_recomputed(
+    retaining: ActivationPlacement, attention: float, linear: float
+) -> ActivationPlacement:
+    """The placement with shares of the rows of two tensor classes recomputed."""
+    recomputed = np.zeros_like(retaining.retained)
+    for index, share in ((ATTENTION, attention), (LINEAR, linear)):
+        recomputed[:, :, index] = np.ceil(share * retaining.retained[:, :, index])
+    return ActivationPlacement(retaining.retained - recomputed, retaining.offloaded, recomputed)
 
 
 def _base(leg: Leg, model: ModelConfig) -> Candidate:

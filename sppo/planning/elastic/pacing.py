@@ -12,19 +12,16 @@ soon as it has room.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_tokens
+from sppo.cost.memory.walk import Mask, walk_of
 from sppo.cost.stage_cost import weight_operand_bytes
-from sppo.schedule.actions import Op
 from sppo.schedule.costs import Table
 from sppo.schedule.graph import Ints
-from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
-from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
+from sppo.schedule.orders.names import LOOPED
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 
 
 def can_be_paced(candidate: Candidate) -> bool:
@@ -54,84 +51,38 @@ def pace_forwards(
         running: Bytes of a unit during its forward, and its backward, [2, stages, units].
         room: Bytes available for units, their K and V, and the gradients of K and V, [ranks].
     """
-    codes, _ = encoded_orders(
-        candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        lengths=candidate.sequence_lengths,
-    )
-    forward, backward = running
-    spans = candidate.distinct_sequences
-    needed = np.concatenate([np.full(own.stop - own.start, own.stop) for own in spans])
-    backwards = np.concatenate([np.arange(own.start, own.stop)[::-1] for own in spans])
-    paced: list[tuple[int, ...]] = []
-    for rank, own in enumerate(_bytes_of_ranks(candidate, backwards, held=held)):
-        most = np.cumsum(codes[rank] == Op.F)[codes[rank] == Op.B]
+    walk, spans = walk_of(candidate), candidate.distinct_sequences
+    is_forward, is_backward = walk.is_forward, walk.is_backward
+
+    def of(which: Mask, table: Table) -> Table:
+        """Return the entries of [ranks, actions] of forwards or of backwards, [ranks, units]."""
+        return table[which].reshape(len(room), -1)
+
+    tokens = np.array([sequence.tokens for sequence in candidate.packed])[walk.sequences]
+    keys, of_keys = (tokens * of_stages[walk.stages] for of_stages in kv_tokens(candidate))
+    saved, (before, beside) = walk.of_actions(held), map(walk.of_actions, running)
+    # Bytes that the forwards of a rank allocate, and those that its backwards free.
+    taken = np.cumsum(of(is_forward, saved + keys * walk.is_first_part), axis=1)
+    gradients = of(is_backward, of_keys * walk.is_last_part)
+    freed = of(is_backward, saved + (keys + of_keys) * walk.is_first_part) - gradients
+    freed = np.cumsum(np.pad(freed, ((0, 0), (1, 0))), axis=1)[:, :-1]
+    deferred = walk.of_actions(weight_operand_bytes(candidate)) * walk.defers
+    freed -= of(is_backward, np.cumsum(deferred, axis=1) - deferred)
+    # Forwards that fit while each backward runs, and bytes left while each forward runs.
+    left = room[:, None] + freed - of(is_backward, beside) - gradients
+    spare = room[:, None] - taken - of(is_forward, before)
+    begun_before = np.cumsum(is_forward, axis=1, dtype=np.float64)
+    scheduled = of(is_backward, begun_before).astype(np.intp)
+    needed = np.repeat(*np.array([(own.stop, own.stop - own.start) for own in spans]).T)
+    paced: list[Ints] = []
+    for rank, most in enumerate(scheduled):
         if paced:
-            before = np.array(paced[-1])
-            most = np.minimum(most, np.where(before < len(needed), before - 1, before))
-        beside = backward[rank][backwards] + own.gradients
-        fitting = np.searchsorted(own.taken, room[rank] - beside + own.freed, side="right") - 1
+            most = np.minimum(most, paced[-1] - (paced[-1] < len(needed)))
+        fitting = np.searchsorted(taken[rank], left[rank], side="right")
         # Units that have begun also take memory during later backwards.
         until = np.minimum(most, np.maximum(needed, fitting))
         until = np.minimum.accumulate(until[::-1])[::-1]
-        spare = room[rank] - own.taken[1:] - forward[rank]
-        paced.append((*_begun(until, needed, spare=spare, freed=own.freed),))
-    return tuple(paced)
-
-
-def _begun(until: Ints, needed: Ints, *, spare: Table, freed: Table) -> Iterator[int]:
-    """Yield the number of forwards begun before each backward of a rank.
-
-    Args:
-        until: Most forwards before each backward, [backwards].
-        needed: Number of forwards up to the last one of each backward's sequence, [backwards].
-        spare: Bytes that are left while each forward runs if no backward has run, [forwards].
-        freed: Bytes freed before each backward, [backwards].
-    """
-    done = 0
-    for most, least, free in zip(until.tolist(), needed.tolist(), freed.tolist(), strict=True):
-        done = max(done, least)
-        while done < most and spare[done] + free >= 0:
-            done += 1
-        yield done
-
-
-class _RankBytes(NamedTuple):
-    """Bytes that a rank holds: bytes taken by its forwards, less bytes freed by its backwards."""
-
-    taken: Table
-    """Bytes of units, and of K and V of their sequences, after 0, 1, ... forwards, [units + 1]."""
-    freed: Table
-    """Bytes freed before each backward, less operands of deferred weight gradients, [units]."""
-    gradients: Table
-    """Bytes of K/V gradients that each backward allocates; 0 after a sequence's first, [units]."""
-
-
-def _bytes_of_ranks(candidate: Candidate, backwards: Ints, *, held: Table) -> Iterator[_RankBytes]:
-    """Yield the bytes of each rank.
-
-    Args:
-        candidate: Candidate that can be paced.
-        backwards: Unit of each backward.
-        held: Bytes of a unit from its forward to the end of its backward, [stages, units].
-    """
-    count, places = len(backwards), np.arange(len(backwards))
-    spans, of_tokens = candidate.distinct_sequences, kv_tokens(candidate)
-    firsts, ends = (np.array([getattr(own, name) for own in spans]) for name in ("start", "stop"))
-    tokens = np.array([sequence.tokens for sequence in candidate.packed], dtype=np.float64)
-    for rank in range(candidate.pipeline_parallel_degree):
-        keys, of_keys = (of_stages[rank] * tokens for of_stages in of_tokens)
-        allocated, released = np.zeros((2, count + 1))
-        allocated[1:], released[1:] = held[rank], held[rank][backwards]
-        allocated[firsts + 1] += keys
-        released[ends] += keys + of_keys
-        # The first backward of a sequence allocates K/V gradients; they count after it.
-        released[firsts + 1] -= of_keys
-        freed = np.cumsum(released)[:count]
-        gradients = np.zeros(count)
-        gradients[firsts] = of_keys
-        if candidate.schedule in DEFERRING_WEIGHTS:
-            operands = weight_operand_bytes(candidate)[rank][backwards]
-            formed = np.cumsum(np.pad(operands, (1, 0)))
-            freed -= formed[places] - formed[np.maximum(0, places - rank)]
-        yield _RankBytes(np.cumsum(allocated), freed, gradients)
+        least_spare = np.minimum.accumulate(spare[rank])
+        begun = np.searchsorted(-least_spare, freed[rank], side="right")
+        paced.append(np.maximum.accumulate(np.maximum(needed, np.minimum(until, begun))))
+    return tuple(tuple(counts.tolist()) for counts in paced)

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 
 from sppo.data.samples.length_distributions import draw
 from sppo.planning.elastic import step_plan
-from sppo.planning.elastic.levels import (
-    LEVELS,
-    OFFLOADING_LEVELS,
-    fastest_levels,
-    level_choices,
-)
+from sppo.planning.elastic.levels import fastest_levels, level_choices
 from sppo.planning.search.evaluation import evaluate_candidate
 from tests.planning.cases import machine
 from tests.planning.elastic.samples import lengths_of_samples
@@ -39,9 +34,9 @@ def with_bytes(candidate, size):
     return on_machine(candidate, memory_bytes=size, reserved_bytes=0)
 
 
-def place_levels(candidate, *, levels, paces=False):
-    """The candidate with some levels, with its ranks paced where that may be and is necessary."""
-    choice = next(level_choices(candidate, levels=levels))
+def place_levels(candidate, *, offloads=False, paces=False):
+    """The candidate with levels, with its ranks paced where that may be and is necessary."""
+    choice = next(level_choices(candidate, offloads=offloads))
     return choice.least_added() if paces or choice.candidate is candidate else None
 
 
@@ -71,8 +66,7 @@ def pressed(samples=64, *, ranks=4, share=0.5, longest=65536, host=False):
 )
 def test_levels_never_break_a_limit(candidate, share, kind):
     candidate = with_room(candidate, share)
-    levels = OFFLOADING_LEVELS if kind == "offloading" else LEVELS
-    found = place_levels(candidate, levels=levels, paces=kind == "paced")
+    found = place_levels(candidate, offloads=kind == "offloading", paces=kind == "paced")
     assume(found is not None)
     assert found.shortfall is None
     simulated = found

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from sppo.cost.memory.walk import kv_held, walk_of
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import weight_operand_bytes
-from sppo.planning.elastic.levels import (
-    LEVELS,
-    OFFLOADING_LEVELS,
-    fastest_levels,
-)
+from sppo.planning.elastic.levels import fastest_levels, level_choice
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.schedule.checks import validate
 from sppo.schedule.program import generate
@@ -87,11 +83,11 @@ def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
     On four ranks, groups are up to 9 % faster for a few steps: all ranks of a group may begin all
     its forwards, while each paced rank begins fewer than the rank before it.
     """
-    assume(place_levels(candidate, levels=LEVELS[-1:]) is None)
+    assume(not level_choice(candidate, offloads=False).fits)
     grouped_s = np.inf
     for runs in partitions(len(candidate.packed)):
         counts = forwards_in_pipelines(candidate, runs)
-        placed = place_levels(replace(candidate, forwards_before_backward=counts), levels=LEVELS)
+        placed = place_levels(replace(candidate, forwards_before_backward=counts))
         if placed is not None:
             grouped_s = min(grouped_s, placed.step_s)
     found = fastest_levels(candidate)
@@ -110,8 +106,8 @@ def test_a_paced_step_that_recomputes_nothing_is_compared_with_unpaced_ones():
         host_bytes=64 * GIB,
         copy_bytes_per_s=2.5e10,
     )
-    assert place_levels(candidate, levels=OFFLOADING_LEVELS) is None
-    unpaced = place_levels(candidate, levels=LEVELS)
+    assert place_levels(candidate, offloads=True) is None
+    unpaced = place_levels(candidate)
     assert fastest_levels(candidate).step_s <= unpaced.step_s
 
 
@@ -125,8 +121,7 @@ def test_idle_paced_ranks_recompute_without_loss():
         copy_bytes_per_s=1e10,
     )
     best_s = min(
-        place_levels(candidate, levels=levels, paces=True).step_s
-        for levels in (LEVELS, OFFLOADING_LEVELS)
+        place_levels(candidate, offloads=offloads, paces=True).step_s for offloads in (False, True)
     )
     assert fastest_levels(candidate).step_s <= best_s
 
@@ -201,7 +196,7 @@ def test_ranks_begin_as_much_as_there_is_room_for(candidate, seed, share):
 
 def test_ranks_are_paced_where_not_even_recomputing_everything_fits():
     candidate = pressed(share=-0.1, longest=131072)
-    assert place_levels(candidate, levels=LEVELS) is None
+    assert place_levels(candidate) is None
     found = fastest_levels(candidate)
     assert found.candidate.forwards_before_backward
     assert found.shortfall is None
