@@ -144,11 +144,17 @@ class Costs:
 
     def __post_init__(self) -> None:
         stages, units = self.forward_s.shape
-        for name in _STAGE_UNIT_TABLES:
-            _check_table(name, getattr(self, name), shape=(stages, units))
-        for name in _STAGE_TABLES:
-            _check_table(name, getattr(self, name), shape=(stages,))
-        _check_table("message_bytes", self.message_bytes, shape=(units,))
+        shapes = {
+            **dict.fromkeys(_STAGE_UNIT_TABLES, (stages, units)),
+            **dict.fromkeys(_STAGE_TABLES, (stages,)),
+            "message_bytes": (units,),
+        }
+        for name, shape in shapes.items():
+            table = getattr(self, name)
+            if table.shape != shape:
+                raise ValueError(f"costs.{name} has shape {table.shape}: must be {shape}")
+            if not (table.min(initial=0.0) >= 0 and table.max(initial=0.0) < math.inf):
+                raise ValueError(f"costs.{name} holds a negative or infinite value")
         if (self.offload_bytes > self.activation_bytes).any():
             raise ValueError(
                 "offload_bytes exceeds activation_bytes somewhere: a unit cannot move more than "
@@ -194,13 +200,6 @@ class Costs:
 
 _STAGE_UNIT_TABLES = tuple(each.name for each in fields(Costs) if each.type == "Table")
 _STAGE_TABLES = tuple(each.name for each in fields(Costs) if each.type == "StageTable")
-
-
-def _check_table(name: str, table: Table, *, shape: tuple[int, ...]) -> None:
-    if table.shape != shape:
-        raise ValueError(f"costs.{name} has shape {table.shape}: must be {shape}")
-    if not (table.min(initial=0.0) >= 0 and table.max(initial=0.0) < math.inf):
-        raise ValueError(f"costs.{name} holds a negative or infinite value: must be at least 0")
 
 
 def abstract_costs(

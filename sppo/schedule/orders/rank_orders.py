@@ -229,10 +229,10 @@ def _check(name: str, lengths: Lengths, *, num_ranks: int, num_virtual: int) -> 
         raise ValueError(
             f"schedule {quoted(name)} is not known: choose one of {', '.join(schedule_names())}"
         )
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks is {num_ranks}: a pipeline has at least 1 rank")
-    if num_virtual < 1:
-        raise ValueError(f"num_virtual is {num_virtual}: a rank holds at least 1 stage")
+    if min(num_ranks, num_virtual) < 1:
+        raise ValueError(
+            f"{num_ranks} ranks with {num_virtual} stages each: both must be at least 1"
+        )
     if num_virtual > 1 and name not in WITH_VIRTUAL_STAGES:
         raise ValueError(
             f"schedule {quoted(name)} holds one stage per rank, got num_virtual {num_virtual}: "
