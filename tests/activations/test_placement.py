@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sppo.activations.hybrid import choices, least_memory
 from sppo.activations.placement import (
     ROW_ALIGNMENT,
-    ActivationPlacement,
     kinds_of_rows,
     prefix_rows,
 )
@@ -22,9 +21,7 @@ from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import row_bytes_of
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import GIB
 from tests.planning.cases import A100, candidate_of_subsequences, machine, run_config
@@ -185,35 +182,6 @@ def test_no_exchange_of_rows_would_recompute_less(seed):
             assert of_rank[own.retained > 0].min(initial=np.inf) >= recomputed * (1 - 1e-9)
 
 
-def test_half_of_the_attention_outputs_leave_a_quarter_of_attention_to_recompute():
-    """Attention of a subsequence costs as much as there are tokens up to it."""
-    inputs, count = random_inputs(0), 64
-    tokens, index = np.full(count, 4096), np.arange(count)
-    row_bytes = np.array([[8.0, 8.0, 40.0]])
-    shape = (1, count)
-    inputs = replace(
-        inputs,
-        tokens=tokens,
-        row_bytes=row_bytes,
-        shared_input_bytes=np.zeros(1),
-        in_flight=np.ones(shape, dtype=np.int64),
-        sequences=np.ones(1, dtype=np.int64),
-        next_forward_s=np.ones(shape),
-        hidden_bytes=np.zeros(shape),
-        linear_recompute_s=np.full(shape, 0.1),
-        attention_recompute_s=(index + 0.5)[None],
-        copy_bytes_per_s=0.0,
-        may_offload=np.zeros(1, dtype=bool),
-        device_bytes=np.array([tokens.sum() * 12.0 + ROUNDING_BYTES]),
-        tier_bytes=np.zeros(1),
-        slots=(lambda placement: 0.0,),
-    )
-    (placement,) = choices(inputs)
-    assert placement.retained[0, :, ATTENTION].sum() == tokens.sum() // 2
-    recomputed = placement.recomputed[0, :, ATTENTION] / tokens @ inputs.attention_recompute_s[0]
-    assert recomputed <= inputs.attention_recompute_s.sum() / 4
-
-
 @settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_what_hides_is_what_the_paper_moves(seed):
@@ -339,87 +307,9 @@ def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, poli
     assert hybrid.step_s <= min(seconds) * (1.03 if candidate.input_every == 1 else 1.05)
 
 
-@settings(max_examples=examples(8, all=100))
-@given(candidates(), st.floats(0.1, 0.9), st.randoms(use_true_random=False))
-def test_no_exchange_of_rows_makes_a_step_faster(candidate, share, random):
-    """Rows that are kept for others that are recomputed, of any two stages or subsequences.
-
-    Within 0.3 %, by which values per byte differ from seconds of a step with idle ranks.
-    """
-    roomy = with_memory(candidate, 4096 * GIB)
-    least, most = (
-        evaluate_candidate(replace(roomy, policy=policy)).device_peak_bytes
-        for policy in ("recompute", "retain")
-    )
-    found = evaluate_candidate(with_memory(candidate, int(least + share * (most - least))))
-    assume(found.shortfall is None and found.placement.recomputed.any())
-    step_s = found.step_s
-    for _ in range(5):
-        exchanged = with_rows_exchanged(found.placement, random)
-        other = exchanged and EvaluatedCandidate(found.candidate, exchanged)
-        if other and other.shortfall is None:
-            assert other.step_s >= step_s * (1 - 0.003)
-
-
-def with_rows_exchanged(placement, random):
-    """Rows of a class that one unit recomputes and another keeps, exchanged; None without any."""
-    name, index = random.choice(["retained", "offloaded"]), random.choice([ATTENTION, LINEAR])
-    tables = {n: getattr(placement, n).copy() for n in ("retained", "offloaded", "recomputed")}
-    kept, recomputed = tables[name][:, :, index], tables["recomputed"][:, :, index]
-    to_keep, to_recompute = np.argwhere(recomputed > 0).tolist(), np.argwhere(kept > 0).tolist()
-    if not to_keep or not to_recompute:
-        return None
-    one, other = tuple(random.choice(to_keep)), tuple(random.choice(to_recompute))
-    rows = min(recomputed[one], kept[other])
-    for unit, sign in ((one, 1), (other, -1)):
-        kept[unit] += sign * rows
-        recomputed[unit] -= sign * rows
-    return ActivationPlacement(**tables)
-
-
 def with_memory(candidate, memory_bytes):
     hardware = machine(candidate.workload.hardware, memory_bytes=memory_bytes)
     return replace(candidate, workload=replace(candidate.workload, hardware=hardware))
-
-
-def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
-    """The working set of a stage that recomputes is larger by more than what is left here."""
-    candidate = candidate_of_subsequences(
-        run_config("gpt-7b", length=131072),
-        hardware=machine(
-            memory_bytes=62142808064,
-            reserved_bytes=0,
-            host_memory_bytes=2048 * GIB,
-            d2h_bytes_per_s=14985396361.0,
-            h2d_bytes_per_s=7492698180.5,
-            communicator_bytes=0,
-            nodes=4,
-        ),
-        degrees=Degrees(1, 2, 4),
-        num_subsequences=40,
-    )
-    found = evaluated_by_policy(candidate)
-    assert found["retain"].shortfall is not None
-    assert found["sppo"].shortfall is None
-    assert found["hybrid"].shortfall is None
-    assert not found["hybrid"].placement.recomputed.any()
-
-
-def test_the_papers_ratio_rises_along_the_sequence():
-    """alpha_i A_i is the same for pieces of the same time, and later ones hold less."""
-    run = run_config("gpt-7b", length="512Ki", sequence={"partition": "flops"})
-    hardware = machine(d2h_bytes_per_s=4e9)
-    candidate = candidate_of_subsequences(
-        run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
-    )
-    found = evaluate_candidate(replace(candidate, policy="sppo"))
-    row_bytes = row_bytes_of(found.candidate)[0]
-    saved = found.placement.tokens * row_bytes.sum()
-    ratios = (found.placement.offloaded[0] @ row_bytes / saved)[:-1]
-    assert (np.diff(ratios[ratios < 1]) > 0).all()
-    assert 0 < ratios[0] < 1
-    behind = found.costs.forward_s[0, 1:] * hardware.node.d2h_bytes_per_s
-    assert ((found.placement.offloaded[0] @ row_bytes)[:-1] <= behind).all()
 
 
 def test_a_ratio_beside_a_policy_that_moves_nothing_is_refused():
@@ -441,25 +331,6 @@ def test_a_tier_too_small_to_help_costs_nothing():
         )
         steps.append(evaluate_candidate(candidate).time.step_s)
     assert steps[0] >= steps[1] * (1 - 1e-12) >= steps[2] * (1 - 1e-12)
-
-
-def test_recomputing_takes_the_linear_class_first():
-    run = run_config("llama-3.2-1b", length="128Ki")
-    hardware = machine(memory_bytes=17 * GIB, host_memory_bytes=0, communicator_bytes=0)
-    found = evaluate_candidate(
-        candidate_of_subsequences(
-            run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
-        )
-    )
-    recomputed = found.placement.recomputed[0]
-    assert found.shortfall is None
-    assert recomputed[:, LINEAR].any()
-    assert (
-        not recomputed[:, ATTENTION].any()
-        or (recomputed[:, LINEAR] == found.placement.tokens).all()
-    )
-    # Those of early subsequences would be held longest.
-    assert (np.diff((recomputed[:, LINEAR] > 0).astype(int)) <= 0).all()
 
 
 def test_a_class_whole_up_to_rounding_leaves_nothing_of_the_next():

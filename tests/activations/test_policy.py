@@ -33,10 +33,6 @@ def test_bytes_of_a_published_shape():
     assert saved == [90240, 16512, 8192]
 
 
-def test_keys_before_their_norm_are_saved_too():
-    assert tensor_bytes_per_token(QWEN3, element_bytes=2)["k"] == 2 * 8 * 128
-
-
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_log_sum_exp_is_never_narrower_than_fp32(element_bytes):
     assert tensor_bytes_per_token(GPT, element_bytes=element_bytes)["lse"] == 32 * max(

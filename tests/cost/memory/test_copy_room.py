@@ -199,19 +199,6 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
     assert seen >= 0.65 * predicted
 
 
-def test_a_disk_lets_longer_sequences_run():
-    run = run_of(length=65536, pieces=32)
-    everything = plan(run_of(length=65536, pieces=32, policy="retain"))
-    available = int(everything.predicted.device_peak_bytes * 0.6)
-    found = plan(run, available=available)
-    assert found.offloads_anything
-    assert not any(any(part.recomputed) for part in found.stages[0].subsequences)
-    assert not any(found.stages[0].subsequences[-1].offloaded)
-    recomputing = plan(run, available=available, disk=0)
-    assert not recomputing.offloads_anything
-    assert found.predicted.step_s < recomputing.predicted.step_s
-
-
 @pytest.mark.parametrize("every", [1, 3, 99])
 def test_every_device_has_the_ring_that_a_run_takes(every):
     """Two layers ahead of those that are taken at once; sources on their way out are torch's."""

@@ -130,15 +130,3 @@ def test_it_counts_against_the_host():
     short = shortfall(needed - 1)
     assert (short.place, short.bucket, short.short_bytes) == ("host", SAVED_IN_BACKGROUND, 1)
     assert shortfall(needed + 1000, state=StateTiers(optimizer="host")).short_bytes == needed - 1000
-
-
-def test_it_counts_against_the_budget():
-    workload = Workload(MODEL, PRESETS["laptop-cpu"], dtype="fp32")
-    hardware = workload.hardware
-    total = evaluate_candidate(Candidate(workload, (KIB, KIB))).memory[0].device.total_bytes
-    device = replace(hardware.device, memory_bytes=total - STEPS_BYTES, reserved_bytes=0)
-    short = evaluate_candidate(
-        Candidate(replace(workload, hardware=replace(hardware, device=device)), (KIB, KIB))
-    ).shortfall
-    assert short is not None
-    assert short.bucket == "growth"
