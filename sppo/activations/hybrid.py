@@ -263,16 +263,18 @@ class RankPlacer:
 
     def _most_rate(self, wanted: Table) -> float:
         """Return the highest rate at which the tier has room for the wanted bytes."""
-        next_forward_s = self._inputs.next_forward_s
+        rates = (wanted / self._inputs.next_forward_s).ravel()
         # Slightly above the largest rate, so that every subsequence offloads all that is wanted.
-        most = float((wanted / next_forward_s).max()) * (1 + 1e-9)
         if self._in_tier(wanted) <= self._tier_room:
-            return most
-
-        def fits(rate: float) -> bool:
-            return self._in_tier(np.minimum(wanted, rate * next_forward_s)) <= self._tier_room
-
-        return _bisected(most, fits)[0]
+            return float(rates.max()) * (1 + 1e-9)
+        order = np.argsort(rates)
+        held = np.repeat(self._inputs.sequences, wanted.shape[1])[order]
+        whole = np.cumsum(wanted.ravel()[order] * held)
+        # Bytes that subsequences which offload less than they want add for each unit of the rate.
+        slopes = np.cumsum((self._inputs.next_forward_s.ravel()[order] * held)[::-1])[::-1]
+        before = np.append(0.0, whole[:-1])
+        first = int(np.argmax(before + rates[order] * slopes > self._tier_room))
+        return float((self._tier_room - before[first]) / slopes[first])
 
     def _in_tier(self, offloaded: Table) -> float:
         """Return the bytes that given bytes of each subsequence, [kinds, N], take in the tier."""
