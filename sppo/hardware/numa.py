@@ -58,9 +58,10 @@ def node_of_pci_device(
         return None
     try:
         index = int((devices / address / "numa_node").read_text())
-        cores = cores_in((devices / address / "local_cpulist").read_text())
+        mask = int((devices / address / "local_cpus").read_text().replace(",", ""), 16)
     except (OSError, ValueError):
         return None
+    cores = frozenset(core for core in range(mask.bit_length()) if mask >> core & 1)
     return NumaNode(index, cores) if index >= 0 and cores else None
 
 
@@ -72,19 +73,6 @@ def pci_address(properties: Any) -> str:
     """
     domain, bus = properties.pci_domain_id, properties.pci_bus_id
     return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-
-
-def cores_in(text: str) -> frozenset[int]:
-    """Return the cores of a Linux core list, e.g. 0, 1, 2 and 8 for ``0-2,8``.
-
-    Raises:
-        ValueError: `text` is not a core list.
-    """
-    cores: set[int] = set()
-    for item in filter(None, text.strip().split(",")):
-        first, _, last = item.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
 
 
 def stay_near(node: NumaNode) -> NumaNode:

@@ -96,11 +96,8 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
 
 def has_half_products() -> bool:
     """Return whether oneDNN multiplies bf16 matrices on this CPU; True if the system hides it."""
-    try:
-        found = re.search(r"^flags\s*:(.*)$", _CPU_INFO.read_text(), re.MULTILINE)
-    except OSError:
-        return True
-    return found is None or {*found[1].split()} >= _HALF_FLAGS
+    flags = _cpu_info("flags")
+    return flags is None or {*flags.split()} >= _HALF_FLAGS
 
 
 def divide_cpu(
@@ -222,15 +219,19 @@ def _visible_gpus(nvml: Any) -> list[Any]:
     return found
 
 
-def cpu_model(*, cpu_info: Path = _CPU_INFO) -> str:
+def cpu_model() -> str:
     """Return the name that the CPU gives itself, or the architecture where it gives none."""
+    name = _cpu_info("model name") or platform.processor() or platform.machine() or "CPU"
+    return " ".join(name.split())
+
+
+def _cpu_info(field: str) -> str | None:
+    """Return what the system says about the first CPU; None if it does not."""
     try:
-        found = re.search(r"^model name\s*:\s*(\S.*)$", cpu_info.read_text(), re.MULTILINE)
+        found = re.search(rf"^{field}\s*:\s*(\S.*)$", _CPU_INFO.read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    if found is not None:
-        return " ".join(found[1].split())
-    return platform.processor() or platform.machine() or "CPU"
+        return None
+    return found and found[1]
 
 
 def count_cores() -> int:

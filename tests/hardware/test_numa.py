@@ -16,13 +16,13 @@ ADDRESS = "0000:1b:00.0"
 def system(tmp_path):
     """Makes directories as Linux shows a machine: (devices, nodes)."""
 
-    def make(*, nodes=2, numa_node="1", cores="4-5,12"):
+    def make(*, nodes=2, numa_node="1", cores="00000000,00001030"):
         for index in range(nodes):
             (tmp_path / f"nodes/node{index}").mkdir(parents=True)
         device = tmp_path / "devices" / ADDRESS
         device.mkdir(parents=True)
         (device / "numa_node").write_text(f"{numa_node}\n")
-        (device / "local_cpulist").write_text(f"{cores}\n")
+        (device / "local_cpus").write_text(f"{cores}\n")
         return {"devices": tmp_path / "devices", "nodes": tmp_path / "nodes"}
 
     return make
@@ -36,7 +36,13 @@ def test_the_node_of_a_device(system):
 
 @pytest.mark.parametrize(
     "machine",
-    [{"nodes": 1, "numa_node": "0"}, {"numa_node": "-1"}, {"cores": ""}, {"cores": "all"}],
+    [
+        {"nodes": 1, "numa_node": "0"},
+        {"numa_node": "-1"},
+        {"cores": "0"},
+        {"cores": ""},
+        {"cores": "all"},
+    ],
     ids=str,
 )
 def test_machines_that_name_no_node(system, machine):

@@ -173,13 +173,14 @@ def test_a_cpu_is_described_with_its_own_memory_and_cores(monkeypatch, no_gpu):
     assert spec.node.num_devices == 1
 
 
-def test_the_model_of_the_cpu(tmp_path):
+def test_the_model_of_the_cpu(tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(this_machine, "_CPU_INFO", info)
+    assert cpu_model()
     info.write_text("processor\t: 0\nmodel name\t: Some  CPU @ 2GHz\nmodel name\t: Other\n")
-    assert cpu_model(cpu_info=info) == "Some CPU @ 2GHz"
+    assert cpu_model() == "Some CPU @ 2GHz"
     info.write_text("processor\t: 0\n")
-    assert cpu_model(cpu_info=info)
-    assert cpu_model(cpu_info=tmp_path / "absent")
+    assert cpu_model()
 
 
 def test_a_limit_below_the_machines_memory_holds(monkeypatch, no_gpu):
