@@ -46,7 +46,7 @@ from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.parameters import layer_parameters, num_parameters
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
-from sppo.cost.step_time import step_times
+from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, divisors
 from sppo.schedule.orders.names import LOOPED
@@ -127,7 +127,7 @@ class Method:
         placement = _placement(candidate, self)
         costs = stage_costs(candidate, seconds=stage_seconds(candidate), placement=placement)
         ranks = candidate.pipeline_parallel_degree if candidate.schedule == LOOPED else None
-        return step_times([costs], num_sequences=1, looped_ranks=ranks)[0].step_s
+        return step_time(costs, num_sequences=1, looped_ranks=ranks).step_s
 
 
 def _whole_sequences(_model: ModelConfig, hardware: HardwareSpec) -> Iterator[Degrees]:

@@ -32,7 +32,7 @@ from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.stage_cost import stage_costs, stage_parts, stage_seconds
 from sppo.cost.state_tiers import StateTiers
-from sppo.cost.step_time import step_times
+from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.schedule.program import generate, lower
@@ -194,7 +194,7 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
         )
         step_s = simulate(lower(schedule, costs=costs), costs=costs).makespan_s
     else:
-        step_s = step_times([costs], num_sequences=candidate.sequences)[0].step_s
+        step_s = step_time(costs, num_sequences=candidate.sequences).step_s
     parts["waits for other stages"] = step_s - sum(parts.values())
     return parts, step_s
 

@@ -43,51 +43,43 @@ class StepTime:
         step_s: Time of the whole step.
         update_s: Time from the last backward until gradients are reduced and all optimizers have
             stepped.
-        exposed_copy_s: Time that compute waits for copies.
     """
 
     step_s: float
     update_s: float
-    exposed_copy_s: float
 
 
-def step_times(
-    costs: Sequence[Costs], *, num_sequences: int, looped_ranks: int | None = None
-) -> list[StepTime]:
-    """Return the times of steps that differ in the placement of activations alone.
-
-    The schedule is an SPPO-like one with one stage per rank, or the looped order.
+def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = None) -> StepTime:
+    """Return the time of a step of an SPPO-like schedule with one stage per rank, or looped order.
 
     Args:
-        costs: Costs of every stage and unit, for each step.
+        costs: Costs of every stage and unit.
         num_sequences: Sequences of the step, all cut alike.
         looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
     """
-    first, ranks = costs[0], looped_ranks or costs[0].num_stages
+    num_ranks = looped_ranks or costs.num_stages
 
-    def seconds(forward: Table, backward: Table) -> tuple[Floats, Floats]:
+    def seconds(forward: Table, backward: Table) -> tuple[float, float]:
         if looped_ranks is None and num_sequences > 1:
-            return _overlapped(forward, backward, costs=first)
-        return _looped(forward, backward, costs=first, num_sequences=num_sequences, num_ranks=ranks)
+            return _overlapped(forward, backward, costs=costs)
+        return _looped(
+            forward, backward, costs=costs, num_sequences=num_sequences, num_ranks=num_ranks
+        )
 
-    forward = np.stack([one.forward_s for one in costs])
-    backward = np.stack([one.backward_s + first.weight_s + first.kv_recompute_s for one in costs])
-    # K and V come back during the backward of the following stage, which takes about as long.
-    copied = np.stack([one.offload_bytes + first.kv_offload_bytes for one in costs])
+    forward, backward = costs.forward_s, costs.backward_s + costs.weight_s + costs.kv_recompute_s
     work_s, update_s = seconds(forward, backward)
-    step_s = slowed_s = work_s + update_s
+    slowed_s = 0.0
+    # K and V come back during the backward of the following stage, which takes about as long.
+    copied = costs.offload_bytes + costs.kv_offload_bytes
     if copied.any():
-        by_sequence = (*forward.shape[:2], num_sequences, -1)
+        by_sequence = (costs.num_stages, num_sequences, -1)
         slowed = _beside_copies(
             *(table.reshape(by_sequence) for table in (forward, backward, copied)),
-            engines=first.copies,
-            num_ranks=ranks,
+            engines=costs.copies,
+            num_ranks=num_ranks,
         )
-        until_update_s, rest_s = seconds(*(table.reshape(forward.shape) for table in slowed))
-        slowed_s = until_update_s + rest_s
-    exposed_s = np.maximum(0.0, slowed_s - step_s)
-    rows = zip(*map(np.ndarray.tolist, (step_s + exposed_s, update_s, exposed_s)), strict=True)
-    return [StepTime(*row) for row in rows]
+        slowed_s = sum(seconds(*(table.reshape(forward.shape) for table in slowed)))
+    return StepTime(max(work_s + update_s, slowed_s), update_s)
 
 
 def _beside_copies(
@@ -100,7 +92,7 @@ def _beside_copies(
     its backward. A sequence passes all stages of a rank, one after another.
 
     Args:
-        forward: Seconds of forwards in n steps, [n, stages, sequences, units of a sequence].
+        forward: Seconds of forwards, [stages, sequences, units of a sequence].
         backward: Seconds of both halves of backwards, like `forward`.
         copied: Bytes that each unit offloads, like `forward`.
         engines: Copy engines.
@@ -112,57 +104,55 @@ def _beside_copies(
         """Return the value of the unit that precedes each unit of a sequence on its rank, or 0."""
         found = np.zeros_like(table)
         found[..., 1:] = table[..., :-1]
-        found[:, num_ranks:, :, 0] = table[:, :-num_ranks, :, -1]
+        found[num_ranks:, :, 0] = table[:-num_ranks, :, -1]
         return found
 
     slow_forward = np.maximum(forward, preceding(out))
     slow_backward = np.maximum(backward, preceding(back))
-    slow_backward[:, -num_ranks:, :, -1] += (out + back)[:, -num_ranks:, :, -1]
+    slow_backward[-num_ranks:, :, -1] += (out + back)[-num_ranks:, :, -1]
     return slow_forward, slow_backward
 
 
-def _overlapped(forward: Table, backward: Table, *, costs: Costs) -> tuple[Floats, Floats]:
-    """Return the seconds of the longest way through one stage, for sequences that overlap, [n].
+def _overlapped(forward: Table, backward: Table, *, costs: Costs) -> tuple[float, float]:
+    """Return the seconds until the last backward ends, and of the update after it.
 
-    The way goes with the first forward down to the stage and with the last backward up from it.
-
-    Returns:
-        Seconds until the last backward ends, and of the update after it.
+    They are those of the longest way through one stage: with the first forward down to the stage,
+    and with the last backward up from it. Sequences overlap.
     """
     link, message = costs.links.link, costs.message_bytes[0]
     pairs = [(stage, stage + 1) for stage in range(costs.num_stages - 1)]
-    to_it, from_it = np.zeros((2, *forward.shape[:2]))
+    to_it, from_it = np.zeros((2, costs.num_stages))
     for way, table, links in (
         (to_it, forward, [link(a, receiver=b) for a, b in pairs]),
         (from_it, backward, [link(b, receiver=a) for a, b in pairs]),
     ):
         sent_s = np.array([each.latency_s + message / each.bytes_per_s for each in links])
-        way[:, 1:] = np.cumsum(table[:, :-1, 0] + sent_s, axis=1)
-    work_s = to_it + forward.sum(axis=2) + backward.sum(axis=2) + from_it
-    update_s = np.maximum.accumulate(costs.reduce_s - from_it, axis=1)
-    longest = np.arange(len(forward)), np.argmax(work_s + update_s, axis=1)
-    return work_s[longest], update_s[longest]
+        way[1:] = np.cumsum(table[:-1, 0] + sent_s)
+    work_s = to_it + forward.sum(axis=1) + backward.sum(axis=1) + from_it
+    update_s = np.maximum.accumulate(costs.reduce_s - from_it)
+    longest = np.argmax(work_s + update_s)
+    return float(work_s[longest]), float(update_s[longest])
 
 
 def _looped(
     forward: Table, backward: Table, *, costs: Costs, num_sequences: int, num_ranks: int
-) -> tuple[Floats, Floats]:
-    """Return the seconds until the last backward ends, and of the update after it, [n].
+) -> tuple[float, float]:
+    """Return the seconds until the last backward ends, and of the update after it.
 
     Backwards of a rank wait while the rank reduces the gradients of a stage, and until gradients
     that leave the device are complete.
 
     Args:
-        forward: Seconds of the forward of each unit on each stage in n steps, [n, stages, units].
-        backward: Seconds of both halves of the backward, [n, stages, units].
-        costs: Costs of any of the steps.
+        forward: Seconds of the forward of each unit on each stage, [stages, units].
+        backward: Seconds of both halves of the backward, [stages, units].
+        costs: Costs of the step.
         num_sequences: Sequences of the step, all cut alike.
         num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
     """
-    count = forward.shape[2] // num_sequences
+    count = costs.num_units // num_sequences
     lengths = ((1,) * count,) * num_sequences
     *groups, last = (len(g) for g in sequence_groups(lengths, num_ranks=num_ranks))
-    work_s, ends = np.zeros(len(forward)), np.zeros(forward.shape[:2])
+    work_s, ends = 0.0, np.zeros(costs.num_stages)
     reduce_s, settled_s = costs.reduce_s, costs.last_reduction_wait_s
     ranks, link = range(num_ranks), costs.links.link
     down = [link((rank - 1) % num_ranks, receiver=rank) for rank in ranks]
@@ -176,53 +166,49 @@ def _looped(
         # Sequences come in their order in both passes, subsequences backward in reverse.
         reverse = units.reshape(size, count)[:, ::-1].ravel()
         down_ends = _flow_ends(
-            forward[:, :, units], costs.message_bytes[units], down, behind_s=np.zeros_like(behind_s)
+            forward[:, units], costs.message_bytes[units], down, behind_s=np.zeros_like(behind_s)
         )
         ends = _flow_ends(
-            backward[:, ::-1, reverse], costs.message_bytes[reverse], up, behind_s=behind_s[::-1]
-        )[:, ::-1]
-        work_s += times * (down_ends[:, -1] + ends[:, 0])
+            backward[::-1, reverse], costs.message_bytes[reverse], up, behind_s=behind_s[::-1]
+        )[::-1]
+        work_s += times * float(down_ends[-1] + ends[0])
     work_s += len(groups) * float(settled_s[0])
-    updated_s = (ends + reduce_s)[:, :num_ranks].max(axis=1)
-    return work_s, updated_s - ends[:, 0]
+    return work_s, float((ends + reduce_s)[:num_ranks].max() - ends[0])
 
 
 def _flow_ends(
     seconds: Table, message_bytes: Floats, links: Sequence[Link], *, behind_s: Floats
 ) -> Floats:
-    """Return when each stage has ended its last unit, [n, stages], in the order of passing.
+    """Return when each stage has ended its last unit, [stages], in the order of passing.
 
     Args:
-        seconds: Seconds of each unit on each stage in n steps, [n, stages, units].
+        seconds: Seconds of each unit on each stage, [stages, units].
         message_bytes: Bytes of the message of each unit, in the order of passing.
         links: Link to each rank from the one before, numbered from the rank where units begin.
         behind_s: Seconds that a rank takes after its last unit of each stage, [stages].
     """
-    steps, num_stages, units = seconds.shape
-    ranks = len(links)
-    free, sent = np.zeros((2, ranks, steps, 1))
-    ends, done = np.zeros((steps, num_stages)), np.zeros((steps, units))
-    for place in range(num_stages):
-        here, before = place % ranks, (place - 1) % ranks
-        if place and ranks > 1:
-            link = links[here]
+    free, sent = np.zeros((2, len(links)))
+    ends, done = np.zeros(len(seconds)), np.zeros(len(message_bytes))
+    for place, own_s in enumerate(seconds):
+        here, before = place % len(links), (place - 1) % len(links)
+        if place and len(links) > 1:
             left = _queue_ends(
-                np.maximum(done, sent[before]), message_bytes[None] / link.bytes_per_s
+                np.maximum(done, sent[before]), message_bytes / links[here].bytes_per_s
             )
-            sent[before], done = left[:, -1:], left + link.latency_s
-        done = _queue_ends(np.maximum(done, free[here]), seconds[:, place])
-        ends[:, place] = done[:, -1]
-        free[here] = done[:, -1:] + behind_s[place]
+            sent[before], done = left[-1], left + links[here].latency_s
+        done = _queue_ends(np.maximum(done, free[here]), own_s)
+        ends[place] = done[-1]
+        free[here] = done[-1] + behind_s[place]
     return ends
 
 
 def _queue_ends(ready: Floats, seconds: Floats) -> Floats:
-    """Return when a machine that serves units in order ends each, [n, units].
+    """Return when a machine that serves units in order ends each, [units].
 
     Args:
-        ready: When each unit is ready, [n, units].
-        seconds: Seconds of each unit, [n, units], or [1, units] in all steps.
+        ready: When each unit is ready, [units].
+        seconds: Seconds of each unit, [units].
     """
-    work = np.cumsum(seconds, axis=-1)
-    ends: Floats = work + np.maximum.accumulate(ready - (work - seconds), axis=-1)
+    work = np.cumsum(seconds)
+    ends: Floats = work + np.maximum.accumulate(ready - (work - seconds))
     return ends

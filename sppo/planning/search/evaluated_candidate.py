@@ -12,7 +12,7 @@ from sppo.cost.memory.program_memory import holds_messages, with_messages_held, 
 from sppo.cost.memory.stage_memory import StageMemory, most_tier_bytes, node_host_bytes
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.stage_cost import stage_costs, stage_seconds
-from sppo.cost.step_time import StepTime, step_times
+from sppo.cost.step_time import StepTime, step_time
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.costs import Costs
@@ -68,8 +68,7 @@ class EvaluatedCandidate:
         candidate = self.candidate
         is_looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
         ranks = candidate.pipeline_parallel_degree if is_looped else None
-        (found,) = step_times([self.costs], num_sequences=candidate.sequences, looped_ranks=ranks)
-        return found
+        return step_time(self.costs, num_sequences=candidate.sequences, looped_ranks=ranks)
 
     @cached_property
     def program(self) -> Schedule:
