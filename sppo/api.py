@@ -26,7 +26,7 @@ from sppo.planning.estimate import Estimate
 from sppo.planning.estimate import estimate as estimate_run
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
-from sppo.planning.run_plan import executed_candidate
+from sppo.planning.run_plan import executed_candidate, in_schedule
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
 from sppo.planning.search.solver import solve as solve_stream
@@ -146,8 +146,8 @@ def steps_to_simulate(
     log_run_warnings(run)
     hardware = run_hardware(run)
     whole, chosen = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
-    names = (None, *schedules)
-    return [executed_candidate(whole, hardware=hardware, schedule=name) for name in names], chosen
+    step = executed_candidate(whole, hardware=hardware)
+    return [step, *(in_schedule(step.candidate, name) for name in schedules)], chosen
 
 
 def simulate(what: RunSource | ExecutionPlan) -> Timeline:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 
+from sppo.config.base import MOST_TOKENS
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, degrees_to_try
 from sppo.planning.search.division import Division
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import KIB
-
-_LONGEST_TOKENS = 1 << 32
 
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
@@ -76,9 +75,9 @@ def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
     low = -(-least // KIB)
     if not fits(low * KIB):
         return 0
-    while low * KIB < _LONGEST_TOKENS and fits(2 * low * KIB):
+    while 2 * low * KIB <= MOST_TOKENS and fits(2 * low * KIB):
         low *= 2
-    high = 2 * low
+    high = min(2 * low, MOST_TOKENS // KIB + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * KIB) else (low, middle)

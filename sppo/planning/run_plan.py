@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import ceil
 
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import boundaries_of
@@ -74,7 +75,7 @@ def plan_run(
     there = run.model_copy(update={"activations": without}) if is_full else run
     machine = replace(hardware, device=device, node=with_disk(node, disk_bytes))
     try:
-        planned = with_less_host_memory(evaluate_in_nearest_tiers(there, hardware=machine))
+        planned = executed_candidate(there, hardware=machine)
     except ValueError as error:
         if is_full:
             raise MemoryError(
@@ -87,22 +88,17 @@ def plan_run(
     return make_plan(run, planned)
 
 
-def executed_candidate(
-    run: RunConfig, *, hardware: HardwareSpec, schedule: str | None = None
-) -> EvaluatedCandidate:
+def executed_candidate(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate:
     """Return the candidate of a run as it is executed; with what it lacks if it does not fit.
 
-    Args:
-        run: Run configuration with all degrees written.
-        hardware: Machine to plan for.
-        schedule: Name of a schedule to evaluate instead of the run's own, whether it fits or not.
-
     Raises:
-        ValueError: Degrees or schedule do not suit the run; the message says what to change.
+        ValueError: See :func:`evaluate_in_nearest_tiers`.
     """
-    if schedule is None:
-        return with_less_host_memory(evaluate_in_nearest_tiers(run, hardware=hardware))
-    candidate = evaluate_degrees(run, hardware=hardware).candidate
+    return with_less_host_memory(evaluate_in_nearest_tiers(run, hardware=hardware))
+
+
+def in_schedule(candidate: Candidate, schedule: str) -> EvaluatedCandidate:
+    """Evaluate a candidate in another schedule, whether it fits or not."""
     virtual = candidate.virtual_stages if schedule in WITH_VIRTUAL_STAGES else 1
     candidate = replace(candidate, schedule=schedule, virtual_stages=virtual)
     if schedule in WHOLE_SEQUENCES:
@@ -111,23 +107,13 @@ def executed_candidate(
 
 
 def evaluate_in_nearest_tiers(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate:
-    """Evaluate a run with activations and training state in the nearest tiers in which they fit.
+    """Return the best candidate with the degrees of a run, in the nearest tiers in which any fits.
 
-    If nothing fits, return the evaluation that is short of the fewest bytes.
+    If nothing fits, return the candidate that is short of the fewest bytes.
 
-    Raises:
-        ValueError: See :func:`evaluate_degrees`.
-    """
-    tried: list[EvaluatedCandidate] = []
-    for attempt in runs_by_tiers(run, hardware=hardware):
-        tried.append(evaluate_degrees(attempt, hardware=hardware))
-        if tried[-1].shortfall is None:
-            break
-    return min(tried, key=lambda one: one.short_bytes)
-
-
-def evaluate_degrees(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate:
-    """Return the best candidate with the degrees and tiers of a run; if none fits, the nearest.
+    Args:
+        run: Run configuration with all degrees written.
+        hardware: Description of the machine.
 
     Raises:
         ValueError: The replicas cannot share the sequences evenly, the degrees rule out units
@@ -139,12 +125,16 @@ def evaluate_degrees(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCand
             f"train.sequences_per_step {run.train.sequences_per_step} on "
             f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
         )
-    if uses_msp(run):
-        refused = multiplexed_problem(run, degrees=degrees)
-        if refused is not None:
-            raise ValueError(refused)
-    division = Division(run, hardware=hardware, degrees=degrees)
-    return division.best() or division.nearest
+    refused = multiplexed_problem(run, degrees=degrees) if uses_msp(run) else None
+    if refused is not None:
+        raise ValueError(refused)
+    tried: list[EvaluatedCandidate] = []
+    for attempt in runs_by_tiers(run, hardware=hardware):
+        division = Division(attempt, hardware=hardware, degrees=degrees)
+        tried.append(division.best() or division.nearest)
+        if tried[-1].shortfall is None:
+            break
+    return min(tried, key=lambda one: one.short_bytes)
 
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:

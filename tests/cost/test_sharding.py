@@ -17,7 +17,7 @@ from sppo.cost.stage_cost import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.row_messages import RowMessage
-from sppo.planning.run_plan import evaluate_degrees, plan_run
+from sppo.planning.run_plan import executed_candidate, plan_run
 from tests.make import make_run
 from tests.planning.cases import machine, price, run_config
 from tests.random_training.emulated_ranks import run_emulated
@@ -118,7 +118,7 @@ def test_priced_bytes_are_those_executed(degrees, schedule, vocab_size, zero):
     """Where only links take time, a stage's seconds are what its collectives carry."""
     hardware = without_compute(1.0)
     run = run_of(degrees, zero=zero, schedule=schedule, vocab_size=vocab_size)
-    candidate = replace(evaluate_degrees(run, hardware=hardware).candidate, schedule=schedule)
+    candidate = replace(executed_candidate(run, hardware=hardware).candidate, schedule=schedule)
     with mock.patch("sppo.cost.layer.exchange_seconds", no_exchange):
         units = stage_seconds(candidate)
     priced = (units.forward + units.backward + units.weight).sum(axis=1)

@@ -103,22 +103,3 @@ def test_degrees_that_are_left_open_have_several_stages():
     refused = [r for r in solution.rejected if r.degrees.pipeline_parallel == 1]
     assert refused
     assert all("and there is one" in rejection.reason for rejection in refused)
-
-
-def test_ranks_with_several_stages_share_units_too():
-    degrees = {
-        "pipeline_parallel_degree": 4,
-        "sequence_parallel_degree": 2,
-        "data_parallel_degree": 1,
-        "virtual_stages": 2,
-    }
-    shared, whole = (
-        solve(run, hardware=hardware_for(run.hardware)).best
-        for run in (multiplexed(**degrees), multiplexed(**{**degrees, "multiplexed": "off"}))
-    )
-    assert shared.candidate.schedule == "sppo_msp"
-    assert shared.candidate.virtual_stages == 2
-    assert shared.kv == "retained"
-    assert shared.program.cuts
-    assert shared.step_s < whole.step_s
-    assert whole.candidate.schedule != "sppo_msp"
