@@ -27,7 +27,6 @@ _LISTED = 4
 _AS_FAST = 1.01
 """Step time allowed on fewer nodes, relative to the best answer."""
 _MOST_NODES = 1024
-_ROOMY_BYTES = 1 << 50
 _DIVISION = {
     "parallel": (*DEGREES, "virtual_stages"),
     "sequence": ("num_subsequences", "boundaries"),
@@ -67,11 +66,7 @@ def what_would_fit(run: RunConfig, *, machine_of: MachineOf) -> tuple[Change, ..
         machine_of: Function that returns the machine that the ranks of a changed run see.
     """
     hardware = machine_of(run)
-    node = hardware.node
     requests = [*_without_division(run, machine_of), *_other_values(run, hardware)]
-    if node.host_memory_bytes:
-        roomy = replace(hardware, node=replace(node, host_memory_bytes=_ROOMY_BYTES))
-        requests.append(("more host memory per node", run, roomy))
     return (*_fitting(requests), *_shorter(run, hardware), *_more_nodes(run, machine_of))
 
 

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.cost.candidate import Candidate
-from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops, pair_flops
+from sppo.cost.flops import BACKWARD_RATIO, head_flops, layer_flops
 from sppo.cost.layer import PART_NAMES, Workload
-from sppo.cost.stage_cost import copy_bytes_per_s, message_seconds, stage_parts, stage_seconds
+from sppo.cost.stage_cost import (
+    copy_bytes_per_s,
+    executed_flops,
+    message_seconds,
+    stage_parts,
+    stage_seconds,
+)
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 PARTS: Mapping[str, str] = {
@@ -95,7 +100,11 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     products_s, attention_s = (
         sum(stage[part] for stage in stage_parts(candidate)) for part in ("products", "attention")
     )
-    products, attention = _executed_flops(candidate)
+    # Products in all subsequences, and attention, whose backward also counts what it recomputes.
+    linear = layer_flops(workload.model) * workload.model.num_layers + head_flops(workload.model)
+    products = (1 + BACKWARD_RATIO) * sum(candidate.lengths) * linear
+    nothing = evaluated.placement._replace(recomputed=0 * evaluated.placement.recomputed)
+    attention = executed_flops(candidate, nothing) / candidate.sequences - products
     degree, devices = workload.sequence_parallel_degree, evaluated.degrees.num_devices
     rates = {
         "matrix products": products / degree / products_s,
@@ -142,20 +151,3 @@ def _source(workload: Workload, figure: str) -> str:
         meant = [row for row in rows if row.head_size == workload.model.head_dim] or rows
         return "; ".join(dict.fromkeys(row.source for row in meant)) or "assumed"
     return hardware.sources.get(figure, "its hardware file")
-
-
-def _executed_flops(candidate: Candidate) -> tuple[float, float]:
-    """Return the FLOPs of matrix products and of attention in all subsequences, as executed.
-
-    Attention's backward counts the products that it recomputes; recomputed activations are left
-    out.
-    """
-    model, length = candidate.workload.model, sum(candidate.lengths)
-    parts = candidate.sample_parts
-    begins, ends = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
-    pairs = sum(
-        int(causal_pairs(begins, ends, window=model.window_of(index)).sum())
-        for index in range(model.num_layers)
-    )
-    products = 3.0 * length * (layer_flops(model) * model.num_layers + head_flops(model))
-    return products, (1 + FLASH_BACKWARD_RATIO) * pair_flops(model) * pairs

@@ -94,12 +94,7 @@ def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
     Packed blocks are contiguous in the tier; their offsets are decided here, not at run time.
     """
     candidate, placement = evaluated.candidate, evaluated.placement
-    rows = zip(
-        placement.retained.tolist(),
-        placement.offloaded.tolist(),
-        placement.recomputed.tolist(),
-        strict=True,
-    )
+    rows = zip(*(table.tolist() for table in placement), strict=True)
     stages = []
     for stage, (layers, of_stage) in enumerate(zip(candidate.stages, rows, strict=True)):
         blocks = stage_blocks(placement, block_layout(candidate, stage=stage), stage=stage)

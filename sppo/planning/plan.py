@@ -202,14 +202,11 @@ class ExecutionPlan:
 
     def placement(self) -> ActivationPlacement:
         """Return the placement of every saved tensor."""
-        tables = (
-            np.array(
-                [[getattr(part, name) for part in stage.subsequences] for stage in self.stages],
-                dtype=np.int64,
-            )
-            for name in ("retained", "offloaded", "recomputed")
-        )
-        return ActivationPlacement(*tables)
+        rows = [
+            [[getattr(part, name) for part in stage.subsequences] for stage in self.stages]
+            for name in ActivationPlacement._fields
+        ]
+        return ActivationPlacement(*np.array(rows, dtype=np.int64))
 
     def evaluated(self) -> EvaluatedCandidate:
         """Return the candidate with the placement of the plan."""

@@ -16,8 +16,6 @@ from sppo.planning.search.division import Rejection
 from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.units import counted, format_count, format_tokens
 
-_SHOWN_GROUPS = 3
-
 
 def run_line(run: RunConfig) -> str:
     """Return the model, the sequences of a step and the precision of a run as one line."""
@@ -49,7 +47,7 @@ def nothing_fits(solution: Solution | CorpusSolution) -> NothingFitsError:
         lines += [f"nearest: {_candidate_text(nearest)}", f" {nearest.reason}"]
     if nearest is None or len(rejected) > 1:
         lines.append(f"none of {counted(len(rejected), 'way')} to divide the devices works:")
-        lines += rejected_lines(rejected, most=_SHOWN_GROUPS, examples=nearest is None)
+        lines += rejected_lines(rejected)
     changes: tuple[Change, ...] = ()
     if not fits_alone:
         changes = what_would_fit(run_of_longest_samples(run), machine_of=run_hardware)
@@ -64,29 +62,20 @@ def nothing_fits(solution: Solution | CorpusSolution) -> NothingFitsError:
     return NothingFitsError("\n".join(lines), solution, changes)
 
 
-def rejected_lines(
-    rejected: Sequence[Rejection], *, most: int | None = None, examples: bool = True
-) -> Iterator[str]:
-    """Yield lines about rejections, one for all with the same reason: first those for memory.
-
-    Args:
-        rejected: Rejections to group by their reasons.
-        most: Number of groups; None for all.
-        examples: Whether to describe the rejection of each group that is nearest to fitting.
-    """
+def rejected_lines(rejected: Sequence[Rejection]) -> Iterator[str]:
+    """Yield lines about rejections: each reason with the one nearest to fitting, memory first."""
     by_reason: dict[tuple[bool, str], list[Rejection]] = {}
     for rejection in rejected:
         by_reason.setdefault(_reason(rejection), []).append(rejection)
     groups = sorted(by_reason.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1]))
-    for (is_other, reason), members in groups[:most]:
+    for (is_other, reason), members in groups:
         nearest = nearest_rejection(members) or members[0]
         example = f"{_candidate_text(nearest)}: {nearest.reason}"
         if is_other and len(members) == 1:
             yield f"   1 × {example}"
             continue
         yield f" {len(members):>3} × {reason}"
-        if examples:
-            yield f"     e.g. {example}"
+        yield f"     e.g. {example}"
 
 
 def _reason(rejection: Rejection) -> tuple[bool, str]:
