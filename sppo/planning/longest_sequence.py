@@ -58,8 +58,10 @@ def _ways(run: RunConfig, hardware: HardwareSpec) -> list[tuple[RunConfig, Degre
 
 def _fits(run: RunConfig, degrees: Degrees, hardware: HardwareSpec, tokens: int) -> bool:
     """Return whether sequences of `tokens` tokens fit with some tiers and degrees."""
+    if tokens != run.sequence.length:  # cuts are written for one length
+        run = run.with_values({"sequence.length": tokens, "sequence.boundaries": None})
     try:
-        return Division(with_length(run, tokens), hardware=hardware, degrees=degrees).fits
+        return Division(run, hardware=hardware, degrees=degrees).fits
     except ValueError:
         return False
 
@@ -82,10 +84,3 @@ def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * KIB) else (low, middle)
     return low * KIB
-
-
-def with_length(run: RunConfig, tokens: int) -> RunConfig:
-    """Return `run` with sequences of `tokens` tokens, without cuts written for another length."""
-    if tokens == run.sequence.length:
-        return run
-    return run.with_values({"sequence.length": tokens, "sequence.boundaries": None})

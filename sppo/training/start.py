@@ -30,8 +30,7 @@ from sppo.parallel.job.launch import run_ranks
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.plan import ExecutionPlan, check_program
-from sppo.planning.planned_keys import check_plan_fits
+from sppo.planning.plan import ExecutionPlan, check_plan_fits, check_program
 from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
 from sppo.training.input_checks import check_inputs

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable
-from itertools import count, islice
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,25 +33,10 @@ def read(kind: str) -> dict[str, Answer]:
     return answers
 
 
-_CASES: dict[str, tuple[Iterable[str], int | None]] = {
-    "solutions": (runs.requests(), None),
-    "memory": (map(runs.drawn_run, count()), 100),
-    "programs": (map(str, count()), 200),
-    "short_losses": (read("short_losses"), None),
-    "trained_losses": (runs.TRAINED, None),
-}
-"""Cases of every kind, and how many of those that are not refused are kept; None for all."""
-
-
 def make(kind: str) -> None:
-    """Write the golden answers of one kind, one a line, and print how many there are so far."""
-    cases, most = _CASES[kind]
-    answered = ((case, answer) for case in cases if (answer := ANSWERS[kind](case)) is not None)
-    lines = []
-    for case, answer in islice(answered, most):
-        lines.append(f"{json.dumps(case)}: {json.dumps(answer)}")
-        print(f"\r{kind}: {len(lines)}", end="", flush=True)
-    print()
+    """Answer the cases of one kind anew: requests as they are listed, others as they are kept."""
+    cases = runs.requests() if kind == "solutions" else read(kind)
+    lines = [f"{json.dumps(case)}: {json.dumps(ANSWERS[kind](case))}" for case in cases]
     _file(kind).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

@@ -7,14 +7,13 @@ Everything is asked of the command line, which is a contract, but the short loss
 from __future__ import annotations
 
 import json
-import random
 import tempfile
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import call, write_run, write_tokens
-from tests.goldens.programs import SCHEDULES, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, digest
+from tests.goldens.programs import digest
 from tests.random_training import case as cases
 from tests.random_training.oracle import first_state
 from tests.random_training.run_leg import run_leg
@@ -30,16 +29,6 @@ RUN = {
     "hardware": {"preset": "h100"},
 }
 """Run file that the words of a request change."""
-
-TRAINED = (
-    "train.steps=4",
-    "activations.policy=recompute train.sequences_per_step=2",
-    "activations.policy=offload_all activations.disk=.",
-    "state.optimizer=disk activations.disk=.",
-    "data.samples=documents sequence.num_subsequences=auto train.samples_per_step=4",
-    "model.num_layers=2 parallel.virtual_stages=2 parallel.schedule=looped_bfs",
-)
-"""Words of the runs that are trained."""
 
 _CHOICES = ("virtual_stages", "num_subsequences", "schedule", "policy", "kv", "state")
 
@@ -74,43 +63,6 @@ def solution(request: str) -> Answer:
             "program": digest(Path("program.txt").read_text(encoding="utf-8")),
             "memory": _memory(best.get("stages") or [best["memory"]]),
         }
-
-
-_RARE_WORDS = {
-    "parallel.zero": ("0", "2", "3"),
-    "parallel.sequence_parallel": ("megatron",),
-    "activations.kv": ("offload", "recompute", "retain"),
-    "activations.input_every": ("2", "4"),
-    "state.weights": ("host",),
-    "state.gradients": ("host",),
-    "state.optimizer": ("host",),
-    "train.dtype": ("fp32",),
-    "checkpoint.async_save": ("true",),
-}
-_GRIDS = ((1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 1), (1, 2, 2), (1, 4, 2), (2, 2, 2), (4, 2, 1))
-
-
-def drawn_run(seed: int) -> str:
-    """Return the words of a run that may be refused: model, degrees, schedule, policy, tiers."""
-    dice = random.Random(seed)
-    data, pipeline, group = dice.choice(_GRIDS)
-    schedule = dice.choice((*SCHEDULES, *["looped_bfs"] * 5))
-    words = {
-        "model.preset": dice.choice(("llama-3.2-1b", "qwen3-0.6b", "mistral-7b", "gpt-7b", "tiny")),
-        "sequence.length": dice.choice(("8Ki", "30000", "64Ki", "256Ki")),
-        "hardware.preset": dice.choice(("a100-80g", "h100", "h200", "laptop-cpu")),
-        "hardware.devices_per_node": data * pipeline * group,
-        "parallel.data_parallel_degree": data,
-        "parallel.pipeline_parallel_degree": pipeline,
-        "parallel.sequence_parallel_degree": group,
-        "parallel.schedule": schedule,
-        "parallel.virtual_stages": dice.choice((2, 4)) if schedule in WITH_VIRTUAL_STAGES else 1,
-        "sequence.num_subsequences": 1 if schedule in WHOLE_SEQUENCES else dice.choice((1, 5, 16)),
-        "train.sequences_per_step": data * dice.choice((1, 1, 3)),
-        "activations.policy": dice.choice(("auto", "retain", "recompute", "sppo", "hybrid")),
-    }
-    words |= {key: dice.choice(some) for key, some in _RARE_WORDS.items() if dice.random() < 0.2}
-    return " ".join(f"{key}={value}" for key, value in words.items())
 
 
 def memory(words: str) -> Answer | None:

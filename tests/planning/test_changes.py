@@ -13,7 +13,6 @@ from sppo.planning.longest_sequence import (
     fits_at_all,
     longest_sequence,
     longest_tokens,
-    with_length,
 )
 from sppo.planning.search.solver import quick_best
 from sppo.units import GIB, KIB, format_tokens
@@ -55,8 +54,8 @@ def test_the_longest_and_the_smallest_cluster_fit_and_nothing_beyond():
     advice = advised(run, hardware=hardware)
     longest = longest_sequence(run, hardware)
     assert f"sequence.length={format_tokens(longest)}" in advice
-    assert fits_at_all(with_length(run, longest), hardware)
-    assert not fits_at_all(with_length(run, longest + KIB), hardware)
+    assert fits_at_all(run.with_values({"sequence.length": longest}), hardware)
+    assert not fits_at_all(run.with_values({"sequence.length": longest + KIB}), hardware)
     change = next(change for change in advice if change.startswith("hardware.nodes="))
     nodes = int(change.partition("=")[2])
     assert fits_at_all(run, replace(hardware, num_nodes=nodes))

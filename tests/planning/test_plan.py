@@ -11,8 +11,7 @@ import pytest
 from sppo.config import load_run
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import PLAN_VERSION, plan_json, read_plan
-from sppo.planning.planned_keys import check_plan_fits, planned_part
+from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate

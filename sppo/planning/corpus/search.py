@@ -20,8 +20,7 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import ExecutionPlan
-from sppo.planning.planned_keys import planned_part
+from sppo.planning.plan import ExecutionPlan, planned_part
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
 from sppo.planning.search.candidates import candidates_of_degrees
 from sppo.planning.search.choices import Degrees, degrees_to_try

@@ -10,7 +10,7 @@ from sppo.data.samples.length_distributions import draw
 from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.corpus.search import DrawnSteps, plan_of_longest, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.planned_keys import check_plan_fits
+from sppo.planning.plan import check_plan_fits
 from tests.make import make_run
 
 LONGEST = 32768

@@ -9,7 +9,7 @@ import pytest
 
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.longest_sequence import fits_at_all, longest_sequence, with_length
+from sppo.planning.longest_sequence import fits_at_all, longest_sequence
 from sppo.planning.search import evaluated_candidate
 from sppo.planning.search.solver import quick_best, solve
 from sppo.schedule.simulation.simulate import DeadlockError
@@ -112,7 +112,7 @@ def test_the_longest_sequence_in_more_subsequences_than_1ki():
     one = replace(machine(NODE, memory_bytes=60 * GIB), node=replace(NODE.node, num_devices=1))
     longest = longest_sequence(run, one)
     assert longest > 1100
-    assert not fits_at_all(with_length(run, longest + KIB), one)
+    assert not fits_at_all(run.with_values({"sequence.length": longest + KIB}), one)
 
 
 def test_sequence_parallelism_spans_nodes_only_if_nothing_fits_inside():
