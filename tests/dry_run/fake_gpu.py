@@ -24,7 +24,7 @@ from sppo.kernels.attention import interface, rectangle_attention
 from sppo.kernels.attention.choice import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_lane, lane, state_memory
-from sppo.training import state
+from sppo.training import starting_weights
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
@@ -145,7 +145,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         (lane, "FileTier", partial(FakeFile, recorder=recorder)),
         (state_memory, "HostArena", arena),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
-        (state, "generate_weights_ahead", empty_weights),
+        (starting_weights, "generate_weights_ahead", empty_weights),
     )
     for where, name, other in replaced:
         stack.enter_context(patch.object(where, name, other))
