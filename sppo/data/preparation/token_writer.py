@@ -211,7 +211,7 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
 
     Raises:
         ValueError: The directory cannot be created.
-        OSError: The directory cannot be created because the disk is full.
+        OSError: The disk is full; the error names a file or ``out``.
     """
     missing_parents = [parent for parent in out.parents if not parent.exists()]
     temporary = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
@@ -227,7 +227,9 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
                 " write to"
             ) from None
         yield temporary
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # as of writing to an open file
+            error.filename = str(out)
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in missing_parents:
             with suppress(OSError):  # not empty, or never made
