@@ -1,10 +1,10 @@
 """Runs of two ranks that break in random ways: how they end, and that they resume.
 
 Each case trains a model of 20 thousand parameters on two ranks of this machine and breaks the run
-in one way: it kills or stops a rank, sends a signal at a random moment, or starts two runs in one
-directory; with one stage on a rank, and in the looped order with K and V on a disk. The job must
-end in time, without a traceback, with a documented exit code, leave no files on the disk, and
-resume. Random moments follow from ``--seed``::
+in one way: it kills or stops a rank, or sends a signal at a random moment; with one stage on a
+rank, and in the looped order with K and V on a disk. The job must end in time, without a traceback,
+with a documented exit code, leave no files on the disk, and resume. Random moments follow from
+``--seed``::
 
     pytest -m "chaos or exhaustive" tests/chaos/test_rank_faults.py --seed 1
 """
@@ -155,18 +155,6 @@ def stopped(directory: Path, dice: random.Random) -> str:
     return job.end().problem([1], f"rank {rank} of 2 did not answer", "timed out")
 
 
-def slow(directory: Path, dice: random.Random) -> str:
-    """Stop a rank for less than the timeout: the run must succeed."""
-    job = Job(directory, "train.steps=12")
-    if not job.wait_for_steps(2):
-        return f"it did not train: {job.end()}"
-    rank = job.rank(dice.randrange(2))
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(TIMEOUT_S / 4)
-    os.kill(rank, signal.SIGCONT)
-    return job.end().problem([0])
-
-
 def asked(directory: Path, dice: random.Random) -> str:
     """Send SIGTERM or SIGINT after the command has started, during its start-up or a step."""
     number = dice.choice([signal.SIGTERM, signal.SIGINT])
@@ -177,19 +165,8 @@ def asked(directory: Path, dice: random.Random) -> str:
     return ended.problem([128 + number])
 
 
-def together(directory: Path, dice: random.Random) -> str:
-    """Start two runs in one directory at the same time: one trains, the other is refused."""
-    words = [] if dice.random() < 0.5 else ["parallel.pipeline_parallel_degree=1"]
-    jobs = [Job(directory, "train.steps=8", *words) for _ in range(2)]
-    ends = [job.end() for job in jobs]
-    ends.sort(key=lambda end: end.returncode or 0)
-    if ends[1].returncode == 0 and jobs[0].steps() == 8:
-        return ""  # on a busy machine one started after the other had ended, and changed nothing
-    return ends[0].problem([0]) + ends[1].problem([2], "is in use by another run (pid ")
-
-
 FAULTS: Mapping[str, Callable[[Path, random.Random], str]] = {
-    fault.__name__: fault for fault in (killed, stopped, slow, asked, together)
+    fault.__name__: fault for fault in (killed, stopped, asked)
 }
 
 
