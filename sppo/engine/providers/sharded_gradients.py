@@ -57,4 +57,4 @@ class ShardedGradients(GradientProvider):
             self._sums.rows[message.key].add_(message.wait()[message.layout.own])
 
     def _under_way_bytes(self) -> int:
-        return sum(message.size_bytes for message in self._under_way)
+        return sum(message.whole.nbytes for message in self._under_way)

@@ -40,7 +40,7 @@ class StreamedRows(Mapping[str, Tensor]):
         self.dtype, self.device = next(iter(in_tier.values())).dtype, device
         self._in_tier, self._stages, self._lane = in_tier, stages, lane
         self._here: dict[str, Tensor] = {}
-        self._coming: dict[int, Event] = {}
+        self._coming: dict[str, Event] = {}
         self._peak_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -65,24 +65,22 @@ class StreamedRows(Mapping[str, Tensor]):
         if self._lane.close():
             self._here.clear()
 
-    def _begin_coming(self, stage: int, keys: Iterable[str]) -> None:
-        """Start to copy rows of a stage to the device."""
+    def _begin_coming(self, keys: Iterable[str]) -> None:
+        """Start to copy rows to the device."""
         coming = {key: torch.empty_like(self._in_tier[key], device=self.device) for key in keys}
         self._here |= coming
-        self._coming[stage] = self._lane.back(
-            [(row, self._in_tier[key]) for key, row in coming.items()],
-            after=[self._lane.computed([])],
-        )
+        copies = [(row, self._in_tier[key]) for key, row in coming.items()]
+        event = self._lane.back(copies, after=[self._lane.computed([])])
+        self._coming |= dict.fromkeys(coming, event)
         self._count()
 
-    def _await_copies(self, stages: Iterable[int]) -> None:
-        """Let compute that is issued from now on wait for the copies of ``stages`` to the device.
+    def _await_copy(self, key: str) -> None:
+        """Let compute that is issued from now on wait for the copy of a row to the device.
 
         That suffices before memory is freed, too, because only compute reuses it.
         """
-        for stage in stages:
-            if stage in self._coming:
-                self._lane.before_compute(self._coming.pop(stage))
+        if key in self._coming:
+            self._lane.before_compute(self._coming.pop(key))
 
     def _count(self, leaving: Iterable[Tensor] = ()) -> None:
         """Note the bytes on the device, with rows that are ``leaving``."""
@@ -106,11 +104,11 @@ class StreamedWeights(StreamedRows):
         self._free_all_but({key for named in self._named for key in self._stages[named]})
         wanted = [key for key in self._stages[stage] if key not in self._here]
         if wanted:
-            self._begin_coming(stage, wanted)
+            self._begin_coming(wanted)
 
     def __getitem__(self, key: str) -> Tensor:
         """Return a row of a fetched stage; compute issued from now on waits for its copy."""
-        self._await_copies([stage for stage in self._coming if key in self._stages[stage]])
+        self._await_copy(key)
         return self._here[key]
 
     def end_step(self) -> None:
@@ -119,8 +117,8 @@ class StreamedWeights(StreamedRows):
         self._free_all_but(())
 
     def _free_all_but(self, kept: Collection[str]) -> None:
-        self._await_copies([stage for stage in self._coming if stage not in self._named])
         for key in [key for key in self._here if key not in kept]:
+            self._await_copy(key)
             del self._here[key]
 
 
@@ -142,7 +140,7 @@ class StreamedGradients(StreamedRows):
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the sums to add to; compute issued from now on waits for their copy."""
-        self._await_copies([self._stage_of[key]])
+        self._await_copy(key)
         if key not in self._here:
             self._here[key] = torch.zeros_like(self._in_tier[key], device=self.device)
             self._count(leaving=[] if self._leaving is None else self._leaving[1])
@@ -167,7 +165,7 @@ class StreamedGradients(StreamedRows):
     def bring_back(self, stage: int) -> None:
         """Start to copy the sums of a stage back, after the last ones to leave are freed."""
         self._make_room()
-        self._begin_coming(stage, self._owned(stage, with_shared=False))
+        self._begin_coming(self._owned(stage, with_shared=False))
 
     def end_step(self) -> None:
         """Assert that all sums have left; the last copies may be in flight until :meth:`arrive`."""
