@@ -78,7 +78,7 @@ _MOST_RANGES = {"cuda": 24}
 absent.
 
 Each range takes a stream of each of torch's two pools of 32, which leaves 8 streams of each for
-other uses (:mod:`sppo.parallel.stream_budget`)."""
+other uses (:mod:`sppo.parallel.mesh_shape`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,8 @@
 """Shape of the grid of data, pipeline and sequence parallelism, and its ranks; without torch.
 
 Sequence-parallel ranks are numbered consecutively, because they communicate most, then pipeline
-ranks, then replicas: ``rank = (data * P + pipeline) * G + sequence``.
+ranks, then replicas: ``rank = (data * P + pipeline) * G + sequence``. A rank has a CUDA stream for
+each communicator.
 """
 
 from __future__ import annotations
@@ -9,6 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sppo.config.run import ParallelConfig
+from sppo.cost.communicators import CommunicatorCount, CommunicatorUse, count_communicators
+
+POOL_STREAMS = 32
+"""Streams of torch's pool of each priority, which are reused in turn. Two NCCL communicators on one
+stream would wait for each other's messages, which may deadlock if ranks issue messages in different
+orders; copies would wait for messages, too. Communicators with a limited number of thread blocks
+have high priority."""
+_COPIES = 2
+"""Streams of a lane, which copies tensors to another tier and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +121,43 @@ class MeshShape:
             rank
             for rank in self.stage_ranks(at)
             if self.coordinates(rank).sequence // copies == at.sequence // copies
+        )
+
+
+def count_streams(
+    shape: MeshShape, at: Coordinates, use: CommunicatorUse, *, num_lanes: int = 0
+) -> CommunicatorCount:
+    """Return the number of streams of the rank at ``at``: one per communicator and copy stream."""
+    count = count_communicators(
+        use,
+        replicas=shape.data_parallel,
+        pipeline_ranks=shape.pipeline_parallel,
+        width=shape.sequence_parallel,
+        key_copies=shape.key_copies,
+        position=at.pipeline,
+    )
+    return count._replace(full=count.full + _COPIES * num_lanes)
+
+
+def check_streams(shape: MeshShape, use: CommunicatorUse, *, num_lanes: int = 0) -> None:
+    """Raise ValueError if a rank needs more streams than torch has.
+
+    Args:
+        shape: Shape of the grid of ranks.
+        use: Features of the run that need communicators.
+        num_lanes: Number of lanes to other tiers: for offloaded tensors, and for training state.
+
+    Raises:
+        ValueError: A rank needs more streams of one priority than a pool has.
+    """
+    most = max(
+        max(count_streams(shape, shape.coordinates(rank), use, num_lanes=num_lanes))
+        for rank in range(shape.num_ranks)
+    )
+    if most > POOL_STREAMS:
+        raise ValueError(
+            f"a rank of {shape.pipeline_parallel} pipeline ranks would use {most} CUDA streams of "
+            f"one priority, and torch has {POOL_STREAMS}: with parallel.multiplexed=on every range "
+            "of ranks that shares units takes one of each; write parallel.multiplexed=off, or use "
+            "fewer pipeline ranks"
         )

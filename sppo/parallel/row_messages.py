@@ -44,15 +44,9 @@ class RowMessage:
         self.key, self.layout, self.whole, self._group = key, layout, whole, group
         self._work: Any = None
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole row."""
-        return self.whole.numel() * self.whole.element_size()
-
-    def gather(self, shard: Tensor) -> RowMessage:
-        """Start to fill the row with the shards of all ranks; return this message."""
+    def gather(self, shard: Tensor) -> None:
+        """Start to fill the row with the shards of all ranks."""
         self._work = all_gather(self.whole, shard, group=self._group, async_op=True)
-        return self
 
     def reduce(self) -> None:
         """Start to sum the row over the ranks; afterwards only this rank's interval is defined."""

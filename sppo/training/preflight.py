@@ -26,8 +26,7 @@ from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
-from sppo.parallel.mesh_shape import MeshShape
-from sppo.parallel.stream_budget import check_streams
+from sppo.parallel.mesh_shape import MeshShape, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.plan import ExecutionPlan

@@ -18,8 +18,7 @@ from sppo.cost.stage_cost import pipeline_links
 from sppo.hardware.presets import PRESETS
 from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh
-from sppo.parallel.mesh_shape import Coordinates, MeshShape
-from sppo.parallel.stream_budget import check_streams, count_streams
+from sppo.parallel.mesh_shape import Coordinates, MeshShape, check_streams, count_streams
 
 GPU = torch.device("cuda", 3)
 waits: dict[str, float] = {}
