@@ -2,8 +2,8 @@
 
 A small disk in memory holds older outputs and a filler that leaves some pages. The exit code is 0
 or 4 without a traceback; an error names a file; every output is the older one, complete, or absent;
-no partial file is left; and a command that failed succeeds once the filler is gone. Needs ``unshare``
-and the right to mount inside of it.
+no partial file is left; and a command that failed succeeds once the filler is gone. Needs
+``unshare`` and the right to mount inside of it.
 """
 
 from __future__ import annotations
