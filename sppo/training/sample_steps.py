@@ -42,8 +42,12 @@ from sppo.schedule.costs import Costs
 from sppo.training.job import Job
 from sppo.training.step import DoneStep, StepSource, StepWork, TakenPlan
 
+_log = logging.getLogger(__name__)
+
 _PROCESSES = 2
 """Number of failed processes after which no other is started."""
+_SAVED = "step_correction"
+"""Key of the correction history in a checkpoint's metadata."""
 
 
 class StepPlans:
@@ -98,10 +102,11 @@ class StepPlans:
         """
         start, late, found = time.perf_counter(), False, None
         begun, self._begun = self._begun, None
-        was_there = begun is not None and begun[0] == request and begun[1].done()
-        if begun is not None and begun[0] == request:
+        future = begun[1] if begun is not None and begun[0] == request else None
+        was_there = future is not None and future.done()
+        if future is not None:
             try:
-                found = self._result(begun[1])
+                found = self._result(future)
             except TimeoutError:
                 late = True
                 self._stop()
@@ -157,14 +162,6 @@ class StepPlans:
         """End the planning process."""
         self._stop()
         self._worker = None
-
-
-_log = logging.getLogger(__name__)
-
-_SAVED = "step_correction"
-"""Key of the correction history in a checkpoint's metadata."""
-_FORWARDS = (ActionKind.F,)
-_BACKWARDS = (ActionKind.B, ActionKind.W, ActionKind.KV)
 
 
 class SampleSteps(StepSource):
@@ -286,8 +283,10 @@ def step_figures(done: DoneStep, taken: TakenPlan, peers: HostCollectives) -> St
     """Return the figures of a step over all ranks, bit-identical on each. Collective."""
     prediction, trace = taken.replica, done.result.trace
     own = [
-        *action_sums(trace, prediction.uncorrected, kinds=_FORWARDS),
-        *action_sums(trace, prediction.uncorrected, kinds=_BACKWARDS),
+        *action_sums(trace, prediction.uncorrected, kinds=[ActionKind.F]),
+        *action_sums(
+            trace, prediction.uncorrected, kinds=[ActionKind.B, ActionKind.W, ActionKind.KV]
+        ),
         done.seconds - done.rest_s,
         prediction.uncorrected_actions_s,
         done.rest_s - taken.wait_s,
