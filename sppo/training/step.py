@@ -34,6 +34,11 @@ from sppo.training.interruption import NonFiniteError
 from sppo.training.job import Job
 from sppo.training.state import TrainingState
 
+START_ANEW = (
+    "earlier checkpoints are untouched: start anew in another train.output with a lower "
+    "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
+)
+"""Advice where a run ends as its loss or its state is not finite."""
 _NAMED = 4
 
 
@@ -296,9 +301,7 @@ class NonFiniteGuard:
         if self._in_a_row > self._limit:
             raise NonFiniteError(
                 f"{report}. {self._in_a_row} such steps in a row, train.max_nonfinite_steps and "
-                f"train.nonfinite allow {self._limit}. Earlier checkpoints are untouched; start "
-                "anew in another train.output with a lower optimizer.lr, longer "
-                "optimizer.warmup_steps, or train.dtype=fp32"
+                f"train.nonfinite allow {self._limit}; {START_ANEW}"
             )
         return f"{report}. The update is skipped"
 

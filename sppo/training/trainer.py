@@ -28,6 +28,7 @@ from sppo.training.run_directory import PLAN_FILE, locked_output, note_configura
 from sppo.training.sample_steps import SampleSteps
 from sppo.training.state import DTYPES, TrainingState, build_state
 from sppo.training.step import (
+    START_ANEW,
     NonFiniteGuard,
     SequenceSteps,
     StepSource,
@@ -38,11 +39,6 @@ from sppo.training.step import (
 from sppo.training.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
-
-_START_ANEW = (
-    "earlier checkpoints are untouched: start anew in another train.output with a lower "
-    "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
-)
 
 
 class StepTooLargeError(MemoryError):
@@ -177,7 +173,7 @@ class StepLoop:
             unsaved = self._save() if outcome.saved else None
             self._checkpoints.wait()
         if unsaved is not None:
-            raise NonFiniteError(f"{unsaved}; {_START_ANEW}")
+            raise NonFiniteError(f"{unsaved}; {START_ANEW}")
         self._agree_that_all_is_recorded()
 
     def _agree_to_go_on(self, stop: StopRequest) -> bool:
