@@ -44,7 +44,7 @@ def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, se
     write_run(
         tmp_path / "run.yaml",
         model=MODEL,
-        sequence={"length": 4096, "num_subsequences": 4},
+        sequence={"length": 2048, "num_subsequences": 4},
         parallel={"pipeline_parallel_degree": 2, "multiplexed": multiplexed},
         activations={"policy": policy},
         train={"steps": 2, "dtype": "fp32", "sequences_per_step": sequences, "output": "out"},
