@@ -44,7 +44,6 @@ report = partial(answer, "solve")
 
 def test_a_corpus_by_name(run):
     found = report(run, "--lengths", "github", "-o", "plan.json")
-    assert found == report(run, "--lengths", "github", "-o", "plan.json")
     assert found["feasible"] is True
     assert found["corpus"]["source"] == "github"
     assert [step["samples"] for step in found["corpus"]["steps"]] == [24] * 3
