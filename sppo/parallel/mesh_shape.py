@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sppo.config.run import ParallelConfig
-from sppo.cost.communicators import CommunicatorCount, CommunicatorUse, count_communicators
+from sppo.cost.communicators import CommunicatorUse, count_communicators
 
 POOL_STREAMS = 32
 """Streams of torch's pool of each priority, which are reused in turn. Two NCCL communicators on one
@@ -126,9 +126,12 @@ class MeshShape:
 
 def count_streams(
     shape: MeshShape, at: Coordinates, use: CommunicatorUse, *, num_lanes: int = 0
-) -> CommunicatorCount:
-    """Return the number of streams of the rank at ``at``: one per communicator and copy stream."""
-    count = count_communicators(
+) -> tuple[int, int]:
+    """Return the streams of normal and of high priority of the rank at ``at``.
+
+    There is one per communicator and copy stream.
+    """
+    full, limited = count_communicators(
         use,
         replicas=shape.data_parallel,
         pipeline_ranks=shape.pipeline_parallel,
@@ -136,7 +139,7 @@ def count_streams(
         key_copies=shape.key_copies,
         position=at.pipeline,
     )
-    return count._replace(full=count.full + _COPIES * num_lanes)
+    return full + _COPIES * num_lanes, limited
 
 
 def check_streams(shape: MeshShape, use: CommunicatorUse, *, num_lanes: int = 0) -> None:
