@@ -284,8 +284,6 @@ class Schedule:
 
     def text(self, action: int) -> str:
         """Return an action as program text."""
-        if action == self.never:
-            return "an action that no program has"
         return str(self.named(self.columns[:, [action]])[0])
 
     def text_with_place(self, action: int) -> str:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.actions import OPCODES, WHOLE_STAGE_ACTIONS, Action
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.program import generate
 from sppo.schedule.program_text import (
@@ -30,21 +30,16 @@ rank 1: 1F0.0 1F0.1 1B0.1 1B0.0
 """
 
 
-@given(st.data())
-def test_every_action_is_read_back(data):
-    number = st.integers(0, 99999)
-    kind = data.draw(st.sampled_from(ActionKind))
-    if kind is ActionKind.REDUCE:
-        action = Action(kind, data.draw(number))
-    else:
-        shards = data.draw(st.integers(1, 50))
-        wire = None
-        if kind in (ActionKind.SEND, ActionKind.RECV):
-            wire = data.draw(st.sampled_from(("act", "grad")))
-        action = Action(
-            kind, data.draw(number), data.draw(number), data.draw(number), wire,
-            data.draw(st.integers(0, shards - 1)), shards,
-        )  # fmt: skip
+number = st.integers(0, 99999)
+
+
+@given(st.sampled_from([*OPCODES]), number, number, number, st.integers(1, 50), st.data())
+def test_every_action_is_read_back(name, stage, sequence, subsequence, shards, data):
+    kind, wire = name
+    action = Action(kind, stage, wire=wire)
+    if name not in WHOLE_STAGE_ACTIONS:
+        shard = data.draw(st.integers(0, shards - 1))
+        action = Action(kind, stage, sequence, subsequence, wire, shard, shards)
     assert parse_action(str(action)) == action
 
 

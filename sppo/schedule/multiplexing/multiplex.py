@@ -187,13 +187,10 @@ def _on_few_ranges(ranked: Iterable[_Run], *, costs: Costs) -> list[_Run]:
 
 def _shallow(groups: Mapping[int, MspGroup], *, plain: Schedule) -> list[dict[int, MspGroup]]:
     """Return the groups of each sequence's outermost units, for depths of 1, 2 and so on."""
-    counts = [*map(len, plain.lengths)]
-    before = [index for count in counts for index in range(count)]
-    behind = [count - 1 - index for count in counts for index in range(count)]
-    units = {slot: slot % plain.num_units for slot in groups}
-    depths = {slot: min(before[unit], behind[unit]) for slot, unit in units.items()}
-    deepest = max(depths.values(), default=0)
-    tried = range(1, min(deepest, _DEPTHS_TRIED) + 1)
+    counts = map(len, plain.lengths)
+    of_units = [min(index, count - 1 - index) for count in counts for index in range(count)]
+    depths = {slot: of_units[slot % plain.num_units] for slot in groups}
+    tried = range(1, min(max(depths.values(), default=0), _DEPTHS_TRIED) + 1)
     return [{s: group for s, group in groups.items() if depths[s] < d} for d in tried]
 
 
