@@ -126,21 +126,18 @@ class Schedule:
                 f"{len(programs)} programs for {placement.num_ranks} ranks: "
                 "give one program per rank"
             )
-        offsets = [*accumulate(map(len, lengths), initial=0)]
+        bare = cls(name, placement, lengths, np.zeros((5, 0), dtype=np.int64), cuts)
         rows = []
         for rank, program in enumerate(programs):
             for index, action in enumerate(program):
                 problem = _problem(action, lengths=lengths, num_stages=placement.num_stages)
                 if problem is not None:
                     raise MalformedActionError(problem, rank=rank, index=index, action=action)
-                slot = action.stage
-                if action.sequence is not None:
-                    sequence, subsequence = action.unit
-                    slot = slot * offsets[-1] + offsets[sequence] + subsequence
+                is_of_stage = action.sequence is None
+                slot = action.stage if is_of_stage else bare.slot(action.stage, action.unit)
                 code = OPCODES[action.kind, action.wire]
                 rows.append((rank, code, slot, action.shard, action.num_shards))
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-        return cls(name, placement, lengths, columns, cuts)
+        return bare.with_columns(np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
     def with_programs(self, programs: Sequence[Sequence[Action]]) -> Schedule:
         """Return the schedule with other actions.

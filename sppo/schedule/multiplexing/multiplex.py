@@ -15,7 +15,7 @@ Ranks with several stages that run breadth first (`looped_bfs`) idle before the 
 first stages and after the last units of their last stages: these are the left and the right units,
 and all units between run as before.
 
-Cutting a unit costs transfers of weights, K/V and gradients (`msp_groups.msp_seconds`), so a unit
+Cutting a unit costs transfers of weights, K/V and gradients (`msp_costs.msp_seconds`), so a unit
 is cut only if that pays. The choice is made per run of units (consecutive units of a stage on the
 same ranks): a run is cut if it saves more time than it costs and if the step is longer without it.
 If no run pays, the schedule is the plain program.

@@ -5,7 +5,7 @@ the program can deadlock. If each RECV is placed directly before its consumer (t
 lowering), receives of two neighbours can wait for each other as soon as several messages share a
 queue. If each RECV is placed at the moment of its SEND, in one global order of simulated time, all
 ranks see all messages in the same order, so even a single queue per rank makes progress:
-`validate.check_deadlock_free` proves it.
+`checks.check_deadlock_free` proves it.
 """
 
 from __future__ import annotations
