@@ -49,7 +49,7 @@ def units(monkeypatch) -> list[int]:
 
     simulate = evaluated_candidate.simulate_step
     monkeypatch.setattr(evaluated_candidate, "simulate_step", simulate_step)
-    for name, times in (("with_placement", 1), ("with_msp", CUT_UNIT)):
+    for name, times in (("with_placement", 1), ("with_program", CUT_UNIT)):
         function = getattr(evaluated_candidate, name)
         monkeypatch.setattr(evaluated_candidate, name, counting(function, times))
     return done

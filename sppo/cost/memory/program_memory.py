@@ -11,11 +11,9 @@ program with MSP run one after another, so only one is held at once.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 
-from sppo.activations.activation_layout import BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.cost.candidate import Candidate
@@ -52,72 +50,31 @@ def holds_messages(candidate: Candidate) -> bool:
     return on_cpu and candidate.num_stages > 1 and not is_left_out
 
 
-def with_messages_held(
+def with_program(
     memory: tuple[StageMemory, ...],
     *,
     candidate: Candidate,
     placement: ActivationPlacement,
     schedule: Schedule,
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank with the working sets and messages of an executed program.
+    """Return the memory of each rank under the program of a step, which may run shards.
 
     Args:
-        memory: Memory of each rank, with the messages of the running unit.
-        candidate: Candidate to price, for which :func:`holds_messages` is true.
-        placement: Placement by the activation policy.
-        schedule: Schedule with the programs of a step, with messages.
-    """
-    at_peak = _Program(candidate, placement, schedule).with_all_messages()
-    found = []
-    for held, own in zip(memory, of_each_rank(at_peak), strict=True):
-        loss = own.pop("activations_bytes") - held.device.activations_bytes
-        device = replace(held.device, loss_gradient_bytes=loss, **own)
-        found.append(replace(held, device=device))
-    return tuple(found)
-
-
-def with_msp(
-    memory: tuple[StageMemory, ...],
-    *,
-    candidate: Candidate,
-    placement: ActivationPlacement,
-    schedule: Schedule,
-) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank whose program runs whole units and shards.
-
-    Args:
-        memory: Memory of each rank if it ran all units whole.
+        memory: Memory of each rank if it ran all units whole, with the messages of the running one.
         candidate: Candidate to price.
         placement: Placement by the activation policy.
-        schedule: Schedule with the programs of a step, without messages.
+        schedule: Schedule with the programs of a step, with messages if :func:`holds_messages`;
+            otherwise those of the running unit count, as if it ran whole.
     """
-    if not schedule.msp_groups:
+    if not (schedule.msp_groups or holds_messages(candidate)):
         return memory
     program = _Program(candidate, placement, schedule)
-    blocks, in_tier = program.blocks()
-    ranges, workload = msp_ranges(schedule.msp_groups), candidate.workload
-    found = []
-    for rank, own in enumerate(of_each_rank(program.with_messages_as_if_whole())):
-        held, block_bytes = memory[rank], int(blocks[rank])
-        slots, waiting, staging = block_slots(candidate, program.largest_layout(rank))
-        own["working_bytes"] += waiting * block_bytes
-        code, whole_code = (
-            code_bytes(workload, lengths=lengths)
-            for lengths in (program.lengths(rank), candidate.lengths)
-        )
-        device = replace(
-            held.device,
-            **own,
-            copies_bytes=slots * block_bytes,
-            growth_bytes=held.device.growth_bytes + code - whole_code,
-            communicators_bytes=communicators_bytes(candidate, position=rank, ranges=ranges),
-        )
-        in_tiers = {
-            "tier_activations_bytes": int(in_tier[rank]),
-            "staging_bytes": staging * block_bytes,
-        }
-        found.append(replace(held, device=device, **in_tiers))
-    return tuple(found)
+    at_peak = of_each_rank(program.at_peak())
+    found = tuple(
+        replace(held, device=replace(held.device, **own))
+        for held, own in zip(memory, at_peak, strict=True)
+    )
+    return program.with_shards(found) if schedule.msp_groups else found
 
 
 class _Program:
@@ -144,25 +101,44 @@ class _Program:
         whole = candidate.workload.model.hidden_size * candidate.workload.element_bytes
         self._row_bytes = whole / candidate.workload.sequence_parallel_degree
 
-    def lengths(self, rank: int) -> set[int]:
-        """Return the distinct tokens of the units and shards that a rank runs."""
-        return {*self._tokens[rank, self._walk.is_forward[rank]].tolist()}
+    def at_peak(self) -> dict[str, Counts]:
+        """Return the bytes at the peak of each rank by bucket, [ranks] each.
 
-    def with_messages_as_if_whole(self) -> dict[str, Counts]:
-        """Return the bytes at the peak with the messages of units as if they ran whole."""
+        If messages count, gradients of the loss are held from the forward, which forms them at its
+        end, to the backward.
+        """
+        walk, candidate = self._walk, self._candidate
+        has_messages = holds_messages(candidate)
+        losses = self._unit_tokens * self._row_bytes * (self._is_own & self._is_last) * has_messages
+        formed, activations = losses * walk.is_forward, walk.held(self._saved)
+        sent = self._messages_held() if has_messages else self._messages_as_if_whole()
+        found = bytes_at_peak(
+            replace(candidate, sequences=1) if self._schedule.msp_groups else candidate,
+            activations=activations + during(formed - losses * walk.is_backward),
+            computing=self._working_bytes - formed,
+            sent=sent * (walk.is_forward | walk.is_backward),
+        )
+        found["communication_bytes"] += collective_bytes(candidate)
+        if has_messages:
+            saved = np.rint(activations.max(axis=1)).astype(np.int64)
+            found["loss_gradient_bytes"] = found["activations_bytes"] - saved
+            found["activations_bytes"] = saved
+        return found
+
+    def _messages_as_if_whole(self) -> Table:
+        """Return the bytes of messages and exchanges of the units of actions if they ran whole."""
         ranks = np.arange(self._schedule.num_ranks)[:, None]
         sent = sent_bytes(self._candidate)
         of_ranks = sent.reshape(2, -1, len(ranks), sent.shape[-1]).max(axis=1)
-        is_backward = self._walk.is_backward.astype(np.int64)
-        return self._at_peak(of_ranks[is_backward, ranks, self._walk.units])
+        found: Table = of_ranks[self._walk.is_backward.astype(np.int64), ranks, self._walk.units]
+        return found
 
-    def with_all_messages(self) -> dict[str, Counts]:
-        """Return the bytes at the peak with all messages held, of a program that has them.
+    def _messages_held(self) -> Table:
+        """Return the bytes of all messages held, and of exchanges, during each action.
 
-        Gradients of the loss, which a forward forms at its end, are among the saved tensors. In the
-        backward of a layer that is not the stage's last, the gradient comes from the layer above
-        instead of the stage's input, and the saved tensors of the layer above are free. A shard's
-        input stays until its backward ends.
+        In the backward of a layer that is not the stage's last, the gradient comes from the layer
+        above instead of the stage's input, and the saved tensors of the layer above are free. A
+        shard's input stays until its backward ends.
         """
         walk, lengths = self._walk, np.array(self._candidate.lengths, dtype=np.float64)
         held, freed = np.zeros((2, *walk.actions.shape))
@@ -174,29 +150,38 @@ class _Program:
         above = self._tokens - freed * ~self._is_cut - saved / layers / self._row_bytes
         held += self._handed_out_tokens
         held += np.maximum(0.0, above) * (walk.is_backward & (layers > 1))
-        sent = exchanged_bytes(self._candidate, lengths)[walk.units] + held * self._row_bytes
-        losses = self._unit_tokens * self._row_bytes * (self._is_own & self._is_last)
-        return self._at_peak(sent, losses=losses)
+        found: Table = exchanged_bytes(self._candidate, lengths)[walk.units]
+        return found + held * self._row_bytes
 
-    def _at_peak(self, sent: Table, *, losses: Table | float = 0.0) -> dict[str, Counts]:
-        """Return the bytes at the peak of each rank by bucket, [ranks] each.
+    def with_shards(self, memory: tuple[StageMemory, ...]) -> tuple[StageMemory, ...]:
+        """Return the memory of each rank with what shards take beside the peak."""
+        candidate, walk = self._candidate, self._walk
+        (blocks, in_tier), workload = self._blocks(), candidate.workload
+        ranges, found = msp_ranges(self._schedule.msp_groups), []
+        for rank, (held, block_bytes) in enumerate(zip(memory, blocks.tolist(), strict=True)):
+            stages = {*walk.stages[rank, walk.is_forward[rank]].tolist()}
+            most_layers = max(stages, key=lambda stage: len(candidate.stages[stage]))
+            layout = block_layout(candidate, stage=most_layers)
+            slots, waiting, staging = block_slots(candidate, layout)
+            tokens = {*self._tokens[rank, walk.is_forward[rank]].tolist()}
+            code, whole_code = (
+                code_bytes(workload, lengths=lengths) for lengths in (tokens, candidate.lengths)
+            )
+            device = replace(
+                held.device,
+                copies_bytes=slots * block_bytes,
+                working_bytes=held.device.working_bytes + waiting * block_bytes,
+                growth_bytes=held.device.growth_bytes + code - whole_code,
+                communicators_bytes=communicators_bytes(candidate, position=rank, ranges=ranges),
+            )
+            in_tiers = {
+                "tier_activations_bytes": int(in_tier[rank]),
+                "staging_bytes": staging * block_bytes,
+            }
+            found.append(replace(held, device=device, **in_tiers))
+        return tuple(found)
 
-        Args:
-            sent: Bytes of messages and exchanges beside each action.
-            losses: Bytes of the gradient of the loss that a forward forms at its end.
-        """
-        walk, candidate = self._walk, self._candidate
-        formed = losses * walk.is_forward
-        at_peak = bytes_at_peak(
-            replace(candidate, sequences=1) if self._schedule.msp_groups else candidate,
-            activations=walk.held(self._saved) + during(formed - losses * walk.is_backward),
-            computing=self._working_bytes - formed,
-            sent=sent * (walk.is_forward | walk.is_backward),
-        )
-        at_peak["communication_bytes"] += collective_bytes(candidate)
-        return at_peak
-
-    def blocks(self) -> tuple[Counts, Counts]:
+    def _blocks(self) -> tuple[Counts, Counts]:
         """Return the bytes of the largest block of each rank, and its bytes in the tier, [ranks].
 
         Whole units and shards of a stage have extents of their own.
@@ -221,13 +206,7 @@ class _Program:
             extents[rank, stage, is_cut, walk.sequences[rank, at]] += sizes.sum()
         return largest, extents.max(axis=3).sum(axis=(1, 2))
 
-    def largest_layout(self, rank: int) -> BlockLayout:
-        """Return the layout of the stage with most layers of which a rank runs units or shards."""
-        stages = self._walk.stages[rank, self._walk.is_forward[rank]]
-        layouts = (block_layout(self._candidate, stage=stage) for stage in {*stages.tolist()})
-        return max(layouts, key=lambda layout: len(layout.layers))
-
-    @cached_property
+    @property
     def _working_bytes(self) -> Table:
         """Bytes of the working set of each unit or shard.
 

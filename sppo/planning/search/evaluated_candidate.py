@@ -8,7 +8,7 @@ from functools import cached_property
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
-from sppo.cost.memory.program_memory import holds_messages, with_messages_held, with_msp
+from sppo.cost.memory.program_memory import holds_messages, with_program
 from sppo.cost.memory.stage_memory import StageMemory, most_tier_bytes, node_host_bytes
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.stage_cost import stage_costs, stage_seconds
@@ -84,13 +84,10 @@ class EvaluatedCandidate:
         """Memory of one device of each pipeline rank."""
         candidate, placement = self.candidate, self.placement
         memory = with_placement(state_memory(candidate), candidate=candidate, placement=placement)
-        if self.counts_program and candidate.schedule == "sppo_msp":
-            memory = with_msp(
-                memory, candidate=candidate, placement=placement, schedule=self.program
-            )
-        if self.counts_program and holds_messages(candidate):
-            program = self.executed_program()
-            memory = with_messages_held(
+        has_messages = holds_messages(candidate)
+        if self.counts_program and (has_messages or candidate.schedule == "sppo_msp"):
+            program = self.executed_program() if has_messages else self.program
+            memory = with_program(
                 memory, candidate=candidate, placement=placement, schedule=program
             )
         return memory
