@@ -44,7 +44,7 @@ from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.parameters import layer_parameters, num_parameters
-from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.stage_cost import stage_costs
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
@@ -125,7 +125,7 @@ class Method:
     def step_s(self, candidate: Candidate) -> float:
         """Return the seconds of a step with the layout of `candidate`."""
         placement = _placement(candidate, self)
-        costs = stage_costs(candidate, seconds=stage_seconds(candidate), placement=placement)
+        costs = stage_costs(candidate, placement)
         ranks = candidate.pipeline_parallel_degree if candidate.schedule == LOOPED else None
         return step_time(costs, num_sequences=1, looped_ranks=ranks).step_s
 

@@ -175,7 +175,7 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
     """Return the seconds of the first stage by part, and of the step."""
     candidate = published.candidate
     seconds = stage_seconds(candidate)
-    costs = stage_costs(candidate, seconds=seconds, placement=_placement(published))
+    costs = stage_costs(candidate, _placement(published))
     own = list(candidate.stages_of_rank(0))
     plain = [stage_parts(candidate)[stage] for stage in own]
     parts = {name: candidate.sequences * sum(stage[name] for stage in plain) for name in PART_NAMES}

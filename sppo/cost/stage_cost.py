@@ -200,45 +200,36 @@ def streamed_bytes(candidate: Candidate) -> tuple[Table, Table]:
     return weights * state.streams_weights, gradients * state.streams_gradients
 
 
-def stage_costs(
-    candidate: Candidate, *, seconds: StageSeconds, placement: ActivationPlacement
-) -> Costs:
+def stage_costs(candidate: Candidate, placement: ActivationPlacement) -> Costs:
     """Return the costs of every action of a schedule for `candidate`.
 
     Args:
         candidate: Candidate to price.
-        seconds: Seconds of the candidate's stages and units.
         placement: Placement by the activation policy, [stages, subsequences] of each sequence.
             Recomputation runs inside B and counts in B.
     """
-    beside = _costs_beside_activations(candidate)
+    plain = _costs_without_activations(candidate)
     retained, offloaded = (
         _of_units(placed_bytes(placement, name, candidate=candidate), candidate.sequences)
         for name in ("retained", "offloaded")
     )
-    copied = offloaded + beside.kv_offload_bytes
+    copied = offloaded + plain.kv_offload_bytes
     disturbed_s = copied * candidate.workload.hardware.node.copy_compute_s_per_byte
-    recomputed_s = _recompute_seconds(candidate, placement, seconds=seconds)
     return replace(
-        beside,
-        forward_s=seconds.forward + disturbed_s + beside.forward_s,
-        backward_s=seconds.backward + disturbed_s + beside.backward_s + recomputed_s,
-        weight_s=seconds.weight,
-        reduce_s=seconds.reduce_s + seconds.update_s,
+        plain,
+        forward_s=plain.forward_s + disturbed_s,
+        backward_s=plain.backward_s + disturbed_s + _recompute_seconds(candidate, placement),
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
     )
 
 
 @lru_cache(maxsize=4)
-def _costs_beside_activations(candidate: Candidate) -> Costs:
-    """Return the costs that no placement of activations changes; cached, must not be modified.
-
-    Seconds of forward and backward are those of messages alone, the other seconds of compute and
-    the bytes of activations are 0.
-    """
-    workload, carried_s = candidate.workload, message_seconds(candidate)
-    nothing, stages = np.zeros_like(carried_s), candidate.num_stages
+def _costs_without_activations(candidate: Candidate) -> Costs:
+    """Return the costs of a step if saved tensors took no memory; cached, must not be modified."""
+    workload, seconds = candidate.workload, stage_seconds(candidate)
+    carried_s, stages = message_seconds(candidate), candidate.num_stages
+    nothing = np.zeros_like(carried_s)
     tier, waits = candidate.state.tier, candidate.zero >= 2 and candidate.state.streams_gradients
     # Only layers are lent (MSP), and each device of a sequence-parallel group sends its part.
     lent = layer_parameters(workload.model) / workload.sequence_parallel_degree
@@ -248,10 +239,10 @@ def _costs_beside_activations(candidate: Candidate) -> Costs:
     kv_bytes, kv_gradient_bytes = (own[:, None] * lengths for own in kv_tokens(candidate))
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
     return Costs(
-        forward_s=carried_s,
-        backward_s=carried_s,
-        weight_s=nothing,
-        reduce_s=np.zeros(stages),
+        forward_s=seconds.forward + carried_s,
+        backward_s=seconds.backward + carried_s,
+        weight_s=seconds.weight,
+        reduce_s=seconds.reduce_s + seconds.update_s,
         last_reduction_wait_s=last_reduction_seconds(candidate) if waits else np.zeros(stages),
         message_bytes=message_bytes(candidate),
         activation_bytes=nothing,
@@ -276,20 +267,14 @@ def _costs_beside_activations(candidate: Candidate) -> Costs:
     )
 
 
-def _recompute_seconds(
-    candidate: Candidate, placement: ActivationPlacement, *, seconds: StageSeconds
-) -> Table:
+def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> Table:
     """Return the seconds of recomputation in backward, [stages, units].
 
     A layer whose input is not saved repeats the down projection of the layer below: these FLOPs
     count as a share of those of the linear class.
-
-    Args:
-        candidate: Candidate that the units belong to.
-        placement: Placement of the candidate's activations.
-        seconds: Seconds of the candidate's units.
     """
-    model, layers = candidate.workload.model, candidate.layer_counts
+    model, seconds = candidate.workload.model, stage_seconds(candidate)
+    layers = candidate.layer_counts
     unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
     down = 2 * model.hidden_size * model.mlp_size / recomputed_linear_flops(model)
     share = placement.recomputed / np.array(candidate.lengths)[None, :, None]

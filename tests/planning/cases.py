@@ -10,7 +10,7 @@ import numpy as np
 from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.stage_cost import stage_costs
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
@@ -83,7 +83,7 @@ def price(candidate: Candidate, *, placement=None) -> Costs:
         tokens = np.array(candidate.lengths)[None, :, None]
         retained = np.broadcast_to(tokens, (candidate.num_stages, len(candidate.lengths), 3))
         placement = ActivationPlacement(retained, retained * 0, retained * 0)
-    return stage_costs(candidate, seconds=stage_seconds(candidate), placement=placement)
+    return stage_costs(candidate, placement)
 
 
 def play(costs: Costs, *, lengths, schedule: str = "sppo", num_virtual: int = 1) -> Timeline:

@@ -32,7 +32,6 @@ from sppo.cost.stage_cost import (
     copy_bytes_per_s,
     placed_bytes,
     stage_costs,
-    stage_seconds,
     weight_operand_bytes,
 )
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
@@ -277,7 +276,6 @@ def level_choice(candidate: Candidate, *, offloads: bool) -> LevelChoice:
         candidate: Candidate with packed sequences; its activation policy is ignored.
         offloads: Whether there are also levels that offload.
     """
-    seconds = stage_seconds(candidate)
     inputs = policy_inputs(candidate)
     placements = tuple(_placements(candidate, inputs, offloads=offloads))
     sent = sent_bytes(candidate)
@@ -287,7 +285,7 @@ def level_choice(candidate: Candidate, *, offloads: bool) -> LevelChoice:
     if candidate.schedule in DEFERRING_WEIGHTS:
         # Operands of a weight half are allocated before the unit's saved tensors are freed.
         backward = backward + np.maximum(0.0, weight_operand_bytes(candidate) - held)
-    costs = [stage_costs(candidate, seconds=seconds, placement=own) for own in placements]
+    costs = [stage_costs(candidate, own) for own in placements]
     taken_s = np.stack([own.forward_s + own.backward_s for own in costs])
     return LevelChoice(
         candidate,

@@ -11,7 +11,7 @@ from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.program_memory import holds_messages, with_program
 from sppo.cost.memory.stage_memory import StageMemory, most_tier_bytes, node_host_bytes
 from sppo.cost.memory.state_memory import state_memory
-from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.stage_cost import stage_costs
 from sppo.cost.step_time import StepTime, step_time
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
@@ -55,8 +55,7 @@ class EvaluatedCandidate:
     @cached_property
     def costs(self) -> Costs:
         """Cost tables of the step, for the simulator."""
-        seconds = stage_seconds(self.candidate)
-        return stage_costs(self.candidate, seconds=seconds, placement=self.placement)
+        return stage_costs(self.candidate, self.placement)
 
     @cached_property
     def time(self) -> StepTime:
