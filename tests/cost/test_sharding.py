@@ -70,32 +70,27 @@ def run_of(degrees, *, zero, schedule="sppo", sequences=2, vocab_size=32, **acti
 
 
 def executed_bytes(run, hardware):
-    """(gathered, reduced) bytes of whole parts of a step by pipeline rank, on one of its ranks."""
+    """Bytes of whole parts gathered and reduced in a step, on one rank of each pipeline rank."""
     plan = plan_run(run, hardware=hardware, available_bytes=1 << 34)
-    gathered, reduced = Counter(), Counter()
-    parallel = run.parallel
-    width = parallel.sequence_parallel_degree
-    gather, reduce = RowMessage.gather, RowMessage.reduce
+    sent, parallel = Counter(), run.parallel
+    width, stages = parallel.sequence_parallel_degree, parallel.pipeline_parallel_degree
 
-    def place(group):
-        return group.ranks[0] // width % parallel.pipeline_parallel_degree
+    def counted(method):
+        def send(message, *shard):
+            group = message._group
+            stage = group.ranks[0] // width % stages
+            sent[stage] += message.whole.nbytes * (group.rank() == 0)
+            method(message, *shard)
 
-    def counted_gather(self, shard):
-        gathered[place(self._group)] += self.size_bytes * (self._group.rank() == 0)
-        return gather(self, shard)
+        return send
 
-    def counted_reduce(self):
-        reduced[place(self._group)] += self.size_bytes * (self._group.rank() == 0)
-        reduce(self)
-
-    ranks = parallel.data_parallel_degree * parallel.pipeline_parallel_degree * width
     with (
-        mock.patch.object(RowMessage, "gather", counted_gather),
-        mock.patch.object(RowMessage, "reduce", counted_reduce),
+        mock.patch.object(RowMessage, "gather", counted(RowMessage.gather)),
+        mock.patch.object(RowMessage, "reduce", counted(RowMessage.reduce)),
     ):
+        ranks = parallel.data_parallel_degree * stages * width
         run_emulated(execute_step, run, plan, ranks=ranks, seed=0)
-    stages = range(parallel.pipeline_parallel_degree)
-    return [gathered[n] for n in stages], [reduced[n] for n in stages]
+    return np.array([sent[stage] for stage in range(stages)])
 
 
 def no_exchange(_workload, *, tokens):
@@ -122,8 +117,7 @@ def test_priced_bytes_are_those_executed(degrees, schedule, vocab_size, zero):
     with mock.patch("sppo.cost.layer.exchange_seconds", no_exchange):
         units = stage_seconds(candidate)
     priced = (units.forward + units.backward + units.weight).sum(axis=1)
-    gathered, reduced = executed_bytes(run, hardware)
-    sent = np.array(gathered) + np.array(reduced)
+    sent = executed_bytes(run, hardware)
     share = 1 - 1 / (degrees[0] * degrees[2])
     # A stage's last layer is not gathered twice where its B begins with it, or its next F.
     layer = 4 * sum(map(prod, layer_shapes(run.model).values())) * (zero == 3)
