@@ -106,11 +106,14 @@ class Division:
         Args:
             below: Step time in seconds; what surely takes longer is not tried once any N fits.
         """
-        best = self._fastest(self._few) if self.may_fit else None
-        if best is None:
+        if not self.may_fit:
             return None
-        plain = self._fastest(self._between(best.candidate), best, below=below) or best
-        return self._in_best_schedule(plain, below=below)
+        best = self._fastest(self._few)
+        if best is not None:
+            plain = self._fastest(self._between(best.candidate), best, below=below) or best
+            best = self._in_best_schedule(plain, below=below)
+        best = best or self.nearest
+        return best if best.shortfall is None else None
 
     def _between(self, best: Candidate) -> list[Candidate]:
         """Return the candidates between the one of the few N that is best and its neighbours."""
@@ -219,7 +222,7 @@ class Division:
                 return self._evaluate(candidate)
         schedules = {candidate.schedule for candidate in self._likeliest}
         tried = [one for one in self._evaluated.values() if one.candidate.schedule in schedules]
-        return min(tried, key=_short_bytes)
+        return min(tried, key=lambda one: one.short_bytes)
 
     @cached_property
     def _likeliest(self) -> list[Candidate]:
@@ -332,7 +335,3 @@ def _handicap(candidate: Candidate) -> float:
 
 def _handicapped_s(evaluated: EvaluatedCandidate) -> float:
     return evaluated.step_s * _handicap(evaluated.candidate)
-
-
-def _short_bytes(evaluated: EvaluatedCandidate) -> int:
-    return evaluated.short_bytes
