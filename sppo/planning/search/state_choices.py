@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig, StateConfig
+from sppo.config.run import RunConfig, StateConfig
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Tier
-from sppo.planning.search.choices import activation_tiers, machine_asked_for, uses_msp
+from sppo.planning.search.choices import (
+    activation_tiers,
+    machine_asked_for,
+    uses_msp,
+    virtual_stages_to_try,
+)
 
 _PARTS = ("weights", "gradients", "optimizer")
 _LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
@@ -58,9 +63,10 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
     behind: Tier = "disk" if on_cpu else "host"
     node = hardware.node
     may_leave = (node.disk_bytes if on_cpu else node.host_memory_bytes) > 0
+    may_have_stages = not uses_msp(run) and virtual_stages_to_try(run, num_ranks=1) != (1,)
     choices: list[StateTiers] = []
     for leaving in _LEAVING if may_leave else _LEAVING[:1]:
-        if "gradients" in leaving and not _may_have_stages(run):
+        if "gradients" in leaving and not may_have_stages:
             break
         tiers = {part: asked[part] or (behind if part in leaving else "device") for part in _PARTS}
         if {tiers["weights"], tiers["gradients"]} != {"device"}:
@@ -108,11 +114,3 @@ def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> Tier | None:
         return None
     tier: Tier = "device" if on_cpu and written == "host" else written
     return tier
-
-
-def _may_have_stages(run: RunConfig) -> bool:
-    """Return whether ranks may have several stages, which run one after another."""
-    parallel = run.parallel
-    schedules = ("auto", *WITH_VIRTUAL_STAGES)
-    several = parallel.virtual_stages != 1 and parallel.schedule in schedules
-    return several and not uses_msp(run)

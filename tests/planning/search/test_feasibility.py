@@ -51,18 +51,12 @@ def test_fitting_is_what_the_solver_calls_fitting(length, policy, fits):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"sequence": {"num_subsequences": 16 * KIB}, "length": 8 * KIB},
         {"parallel": {"sequence_parallel_degree": 16}},
         {"activations": {"policy": "sppo"}},
     ],
 )
 def test_what_cannot_be_asked_does_not_fit(sections):
-    sections = dict(sections)
-    num_subsequences = sections.get("sequence", {}).get("num_subsequences")
-    run = run_of(**{**sections, "length": 64 * KIB})
-    if num_subsequences is not None:
-        shorter = run.sequence.model_copy(update={"length": sections["length"]})
-        run = run.model_copy(update={"sequence": shorter})
+    run = run_of(length=64 * KIB, **sections)
     bare = replace(NODE, node=replace(NODE.node, host_memory_bytes=0))
     assert not fits_at_all(run, bare)
     assert quick_best(run, bare) is None
