@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -74,13 +75,8 @@ def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
             be monotonic: shorter sequences fit if longer ones do.
         least: Minimum tokens of a sequence.
     """
-    low = -(-least // KIB)
-    if not fits(low * KIB):
+    lengths = range(-(-least // KIB), MOST_TOKENS // KIB + 1)
+    if not lengths or not fits(lengths[0] * KIB):
         return 0
-    while 2 * low * KIB <= MOST_TOKENS and fits(2 * low * KIB):
-        low *= 2
-    high = min(2 * low, MOST_TOKENS // KIB + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * KIB) else (low, middle)
-    return low * KIB
+    too_long = bisect_left(lengths, True, lo=1, key=lambda length: not fits(length * KIB))
+    return lengths[too_long - 1] * KIB

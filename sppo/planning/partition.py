@@ -40,10 +40,8 @@ def boundaries_by_flops(
         alignment: Cuts are multiples of this number; it is halved until no subsequence is empty.
 
     Raises:
-        ValueError: There are more subsequences than tokens, or costs are not positive.
+        ValueError: There are more subsequences than tokens.
     """
-    if linear < 0 or quadratic < 0 or linear + quadratic <= 0:
-        raise ValueError(f"costs must be positive, got linear {linear}, quadratic {quadratic}")
     if quadratic == 0:
         return boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment)
     total = linear * length + quadratic * length**2 / 2

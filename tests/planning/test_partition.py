@@ -107,9 +107,3 @@ def test_more_pieces_than_tokens_is_refused():
         cut(3, 4, 1)
     with pytest.raises(ValueError, match=message):
         boundaries_by_length(3, num_subsequences=4)
-
-
-@pytest.mark.parametrize(("linear", "quadratic"), [(0, 0), (-1, 2), (2, -1)])
-def test_costs_that_are_not_positive_are_refused(linear, quadratic):
-    with pytest.raises(ValueError, match="costs must be positive"):
-        cut(10, 2, 1, linear, quadratic)
