@@ -68,19 +68,6 @@ def test_the_longest_is_found_to_whole_ki():
     assert longest_tokens(lambda tokens: False) == 0
 
 
-@pytest.mark.exhaustive
-def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
-    run, hosting = (
-        request("llama-3.1-8b", length="1Mi", state={"optimizer": tier})
-        for tier in ("device", "host")
-    )
-    found = advised(run)["state.optimizer=host"]
-    best = quick_best(hosting, hardware_for(run.hardware))
-    assert found.best.step_s == best.step_s
-    assert found.best.node_host_bytes == 8 * best.host_peak_bytes
-    assert "of host memory a node" in found.effect
-
-
 def test_advice_to_change_degrees_is_for_the_cpu_that_the_changed_run_sees():
     """Fewer ranks have larger parts of the CPU, and more nodes have fewer ranks each."""
     model = {"preset": "tiny", "num_layers": 4}

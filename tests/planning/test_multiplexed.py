@@ -11,8 +11,7 @@ from sppo.planning.run_plan import executed_candidate, plan_run
 from sppo.planning.search.choices import multiplexed_problem
 from sppo.planning.search.solver import solve
 from sppo.training.input_checks import degree_problems
-from sppo.units import GIB
-from tests.planning.cases import machine, run_config
+from tests.planning.cases import run_config
 
 
 def multiplexed(**parallel):
@@ -74,25 +73,6 @@ def test_on_one_pipeline_rank_the_schedule_shares_nothing(shards):
     assert best.candidate.schedule == "sppo_msp"
     assert best.degrees.pipeline_parallel == 1 or best.degrees.sequence_parallel == 1
     assert not multiplexed_problem(run, degrees=best.degrees)
-
-
-@pytest.mark.exhaustive
-def test_units_are_not_left_whole_where_sharing_them_does_not_fit():
-    """Not even where K and V that leave the device in the looped order would fit."""
-    degrees = {
-        "pipeline_parallel_degree": 2,
-        "sequence_parallel_degree": 4,
-        "data_parallel_degree": 1,
-    }
-    looped, shared = (
-        run_config("llama-3.2-1b", length="4Mi", parallel={**degrees, "multiplexed": asked})
-        for asked in ("auto", "on")
-    )
-    hardware = machine(memory_bytes=40 * GIB)
-    assert solve(looped, hardware=hardware).best.kv == "offloaded"
-    solution = solve(shared, hardware=hardware)
-    assert solution.best is None
-    assert [one.shortfall.place for one in solution.rejected] == ["device"]
 
 
 def test_degrees_that_are_left_open_have_several_stages():

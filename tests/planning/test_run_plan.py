@@ -57,18 +57,6 @@ def test_no_more_is_recomputed_than_must_be():
     assert stage.subsequences[0].recomputed == (0, 0, less.lengths[0])
 
 
-def test_less_memory_is_never_faster():
-    least, most = (peak_bytes(policy) for policy in ("recompute", "retain"))
-    run = run_config(num_subsequences="auto")
-    steps = [
-        plan(run, available_bytes=int((least + share * (most - least)) / USABLE_FRACTION) + 5)
-        for share in (0, 0.2, 0.4, 0.6, 0.8, 1)
-    ]
-    seconds = [each.predicted.step_s for each in steps]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[0] > seconds[-1]
-
-
 def test_state_leaves_a_cpu_by_itself_and_a_refusal_names_the_key():
     run = run_config()
     free = int(peak_bytes("recompute") / USABLE_FRACTION) - 12 * MIB
@@ -146,16 +134,6 @@ def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, async_save=False, state=None
         disk_bytes=disk_bytes,
         host_bytes=host_bytes,
     )
-
-
-def test_a_disk_behind_it_is_used_where_the_run_says_so():
-    disk = {"policy": "offload_all", "disk": "spill"}
-    assert plan_on_gpu(**disk, disk_bytes=PLENTY).activation_tier == "host"
-    offloading = plan_on_gpu(**disk, tier="disk", disk_bytes=PLENTY)
-    assert offloading.activation_tier == "disk"
-    assert offloading.predicted.disk_peak_bytes > 0
-    with pytest.raises(ValueError, match=r"activations\.tier=disk: .* name a directory"):
-        plan_on_gpu(policy="offload_all", tier="disk")
 
 
 def test_a_save_in_the_background_takes_host_memory():
