@@ -20,8 +20,11 @@ from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.elastic.packing import PackedSamples
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
-from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.elastic.step_planner import StepPlanner, step_planner
+from sppo.planning.search.evaluation import evaluate_candidate
 
 LEAST_CHUNK = 256
 """Tokens of the smallest fixed chunks that are tried; further sizes double."""
@@ -155,17 +158,27 @@ def _in_chunks(planner: StepPlanner, request: Request, side: str) -> list[SideSt
     found: list[list[SideStep]] = []
     problems: list[MemoryError] = []
     for size in _chunk_sizes(request):
-        pack = partial(
-            PACKINGS[side], chunk_tokens=size, multiple=planner.packing_search.multiple, **more
-        )
+        pack = partial(PACKINGS[side], chunk_tokens=size, multiple=planner.multiple, **more)
         packings = [pack(lengths) for lengths in request.lengths]
         try:
-            found.append([SideStep(one, planner.plan_packed(one.packed)) for one in packings])
+            found.append([SideStep(one, _plan_packed(planner, one.packed)) for one in packings])
         except MemoryError as error:
             problems.append(error)
     if not found:
         raise problems[-1]
     return min(found, key=_seconds)
+
+
+def _plan_packed(planner: StepPlanner, packed: PackedSamples) -> StepPlan:
+    """Return the plan for samples that are already packed.
+
+    Raises:
+        MemoryError: It does not fit.
+    """
+    evaluated = evaluate_candidate(planner.base.with_packed(packed.sequences))
+    if evaluated.shortfall is not None:
+        raise MemoryError(evaluated.shortfall.reason)
+    return StepPlan(packed, evaluated)
 
 
 def _chunk_sizes(request: Request) -> list[int]:
@@ -197,7 +210,7 @@ def _within(planner: StepPlanner, limit: int | None, lengths: Sequence[int]) -> 
         if excess <= 0:
             break
         room -= excess
-        plan = planner.with_base(_with_memory(planner.base, room)).plan(lengths)
+        plan = replace(planner, base=_with_memory(planner.base, room)).plan(lengths)
     return plan
 
 

@@ -105,8 +105,7 @@ class StepMetrics:
     uncorrected_step_s: float | None = None
     """Step time predicted by the cost model without correction by earlier steps."""
     correction_steps: int | None = None
-    """Number of earlier steps on which the correction is based, at most seven; 0 for no
-    correction, as where it has not helped."""
+    """Number of earlier steps on which the correction is based, at most seven."""
     skipped: bool = False
     """True if the update was skipped: loss or gradients were not finite, or no label was valid."""
 

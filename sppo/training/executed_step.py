@@ -76,7 +76,7 @@ def step_timelines(
     if work.samples is None:
         program, costs = plan.evaluated().case()
     else:
-        replica = work.samples.replica.plan
+        replica = work.samples.plan
         program, costs = replica.program, replica.evaluated.costs
     planned = simulate(program, costs=costs)
     exposed_s = tuple(waits_s[rank] for rank in job.mesh.pipeline_ranks)

@@ -334,7 +334,7 @@ class StepRecords:
             disk_peak_bytes=int(disk_bytes),
             skipped=done.lr is None,
             planning_wait_s=None if samples is None else largest.planning_wait_s,
-            **({} if samples is None else _packing(samples.replica.plan, done, job)),
+            **({} if samples is None else _packing(samples.plan, done, job)),
             **learnt,
         )
 

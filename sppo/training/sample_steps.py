@@ -28,14 +28,18 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.worker_process import WorkerLostError, WorkerProcess
 from sppo.planning.elastic.packing import PADDING
-from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_pickled, plan_replica
 from sppo.planning.elastic.step_correction import (
     ActionSums,
-    CorrectionHistory,
+    History,
     StepCorrection,
-    StepFigures,
+    correction_by,
+    extended,
+    history_from_json,
+    history_json,
+    measured_step,
 )
-from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.elastic.step_planner import StepPlanner, plan_pickled, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs
@@ -48,6 +52,10 @@ _PROCESSES = 2
 """Number of failed processes after which no other is started."""
 _SAVED = "step_correction"
 """Key of the correction history in a checkpoint's metadata."""
+
+
+StepRequest = tuple[tuple[int, ...], StepCorrection | None]
+"""Tokens of each sample of a step, of all replicas, and the correction of its prediction."""
 
 
 class StepPlans:
@@ -76,7 +84,7 @@ class StepPlans:
         self._ahead = ahead
         self._worker = WorkerProcess() if ahead else None
         self._failures = 0
-        self._begun: tuple[StepRequest, Future[ReplicaPlan]] | None = None
+        self._begun: tuple[StepRequest, Future[StepPlan]] | None = None
         self._note = ""
         """Message on a failure since the last plan was taken; "" if none."""
 
@@ -86,7 +94,7 @@ class StepPlans:
             return
         try:
             future = self._worker.submit(
-                plan_pickled, self._pickled, request, replica=self._replica
+                plan_pickled, self._pickled, *request, replica=self._replica
             )
             self._begun = request, future
         except WorkerLostError as error:
@@ -119,11 +127,11 @@ class StepPlans:
             planner, found = replace(planner, quick=True), None
         waited = found is None or not was_there
         if found is None:
-            found = plan_replica(planner, request, replica=self._replica)
+            found = planner.plan_replica(*request, replica=self._replica)
         note, self._note = self._note, ""
         return TakenPlan(found, time.perf_counter() - start if waited else 0.0, note)
 
-    def _result(self, future: Future[ReplicaPlan]) -> ReplicaPlan | None:
+    def _result(self, future: Future[StepPlan]) -> StepPlan | None:
         """Return the plan from the other process; None if that process failed.
 
         Raises:
@@ -183,8 +191,9 @@ class SampleSteps(StepSource):
         self._history = saved_history(metadata, plan=plan)
         """Figures of earlier steps. Planning of a step may begin when the step before begins, so
         its correction does not rest on that step."""
+        planner = step_planner(plan, background_saves=run.checkpoint.async_save)
         self._plans = StepPlans(
-            step_planner(plan, background_saves=run.checkpoint.async_save),
+            replace(planner, corrects_plans=run.planning.corrected),
             replica=mesh.at.data,
             ahead=run.planning.ahead,
             # A rank that plans after the limit needs time before the other ranks time out.
@@ -200,12 +209,15 @@ class SampleSteps(StepSource):
             MemoryError: No plan fits.
         """
         samples = self._data.step_samples(consumed)
-        taken = self._plans.take(self._request(samples, self._history.previous))
+        # The last step ran while this one was planned.
+        known = correction_by(self._history[:-1])
+        taken = self._plans.take((self._data.lengths(samples), known))
         if step + 1 < self._run.train.steps:
             following = self._data.step_samples(consumed + len(samples))
-            self._plans.begin(self._request(following, self._history.current))
-        plan = taken.replica.plan
-        own = [samples[index] for index in taken.replica.replicas[self._mesh.at.data]]
+            known = correction_by(self._history)
+            self._plans.begin((self._data.lengths(following), known))
+        plan = taken.plan
+        own = [samples[index] for index in plan.replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
         sequences = [
             self._sequence([own[index] for index in packed if index != PADDING], planned.tokens)
@@ -221,15 +233,11 @@ class SampleSteps(StepSource):
             tokens=sum(own_lengths),
             model_flops=sample_flops(self._run.model, own_lengths),
             executed_flops=plan.executed_flops,
-            step_s=taken.replica.step_s,
-            phases_s=taken.replica.phases_s,
+            step_s=plan.predicted_s,
+            phases_s=plan.phases_s,
             memory=self._memory(plan),
             samples=taken,
         )
-
-    def _request(self, samples: Sequence[int], correction: StepCorrection) -> StepRequest:
-        lengths, corrects_plan = self._data.lengths(samples), self._run.planning.corrected
-        return StepRequest(lengths, correction, corrects_plan=corrects_plan)
 
     def _memory(self, plan: StepPlan) -> MemoryBuckets:
         """Return the predicted memory of this rank.
@@ -259,12 +267,13 @@ class SampleSteps(StepSource):
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Correct the predictions of steps after the next; return metrics of this step."""
         assert work.samples is not None, "every step of samples is planned"
-        prediction = work.samples.replica
-        self._history = self._history.after(step_figures(done, work.samples, self._peers))
-        (uncorrected_s,) = self._peers.largest([prediction.uncorrected_s])
+        plan = work.samples.plan
+        figures = step_figures(done, work.samples, self._peers)
+        self._history = extended(self._history, figures)
+        (uncorrected_s,) = self._peers.largest([plan.uncorrected.step_s])
         return {
             "uncorrected_step_s": uncorrected_s,
-            "correction_steps": prediction.correction.steps,
+            "correction_steps": 0 if plan.correction is None else plan.correction.steps,
         }
 
     def saved(self) -> Mapping[str, Any]:
@@ -279,21 +288,20 @@ class SampleSteps(StepSource):
 # Measured times, by which predictions are corrected
 
 
-def step_figures(done: DoneStep, taken: TakenPlan, peers: HostCollectives) -> StepFigures:
+def step_figures(done: DoneStep, taken: TakenPlan, peers: HostCollectives) -> StepCorrection:
     """Return the figures of a step over all ranks, bit-identical on each. Collective."""
-    prediction, trace = taken.replica, done.result.trace
+    plan, trace = taken.plan, done.result.trace
+    costs = plan.uncorrected.costs
     own = [
-        *action_sums(trace, prediction.uncorrected, kinds=[ActionKind.F]),
-        *action_sums(
-            trace, prediction.uncorrected, kinds=[ActionKind.B, ActionKind.W, ActionKind.KV]
-        ),
+        *action_sums(trace, costs, kinds=[ActionKind.F]),
+        *action_sums(trace, costs, kinds=[ActionKind.B, ActionKind.W, ActionKind.KV]),
         done.seconds - done.rest_s,
-        prediction.uncorrected_actions_s,
+        plan.uncorrected_actions_s,
         done.rest_s - taken.wait_s,
         1.0,
     ]
     f_s, f_predicted_s, b_s, b_predicted_s, actions_s, predicted_s, rest_s, count = peers.total(own)
-    return StepFigures.of(
+    return measured_step(
         (f_s, f_predicted_s),
         (b_s, b_predicted_s),
         actions=actions_s / predicted_s,
@@ -321,12 +329,12 @@ def action_sums(
     )
 
 
-def history_to_save(history: CorrectionHistory, *, plan: ExecutionPlan) -> dict[str, Any]:
+def history_to_save(history: History, *, plan: ExecutionPlan) -> dict[str, Any]:
     """Return a history as an entry of a checkpoint's metadata."""
-    return {_SAVED: {"of": _key(plan), "steps": history.as_json()}}
+    return {_SAVED: {"of": _key(plan), "steps": history_json(history)}}
 
 
-def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> CorrectionHistory:
+def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> History:
     """Return the correction history in a checkpoint's metadata.
 
     The history is empty if the checkpoint has none, or has one of other degrees of parallelism or
@@ -339,12 +347,12 @@ def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> Correc
     saved = metadata.get(_SAVED)
     try:
         if saved is not None and saved["of"] == _key(plan):
-            return CorrectionHistory.from_json(saved["steps"])
+            return history_from_json(saved["steps"])
     except (ValueError, KeyError, TypeError) as error:
         _log.warning(
             "predictions begin without correction: %s of the checkpoint: %s", _SAVED, error
         )
-    return CorrectionHistory()
+    return ()
 
 
 def _key(plan: ExecutionPlan) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from sppo.offload.copy_report import CopyReport
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.peer_errors import LATE, PeerLostError
 from sppo.parallel.job.timeouts import stall_timeout
-from sppo.planning.elastic.replica_plan import ReplicaPlan
+from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import Action
 from sppo.training.interruption import NonFiniteError
@@ -69,7 +69,7 @@ gradients over ranks, clipping and the update."""
 class TakenPlan:
     """Plan of a step, with the time that the step waited for planning."""
 
-    replica: ReplicaPlan
+    plan: StepPlan
     """Division of the samples over replicas, and the plan of this replica."""
     wait_s: float
     """Seconds that the step waited for the plan; 0 if it was ready."""

@@ -276,7 +276,7 @@ class StepLoop:
                 raise StepTooLargeError(f"step {step + 1}: {problem}")
         assert work is not None, "a step without a problem has work"
         if taken is not None:
-            plan, division = taken.replica.plan, (work.consumed, taken.replica.replicas)
+            plan, division = taken.plan, (work.consumed, taken.plan.replicas)
             self._peers.check_same_result(
                 f"division of the samples of step {step + 1}",
                 hashlib.sha256(repr(division).encode()).hexdigest(),

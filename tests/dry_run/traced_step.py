@@ -19,7 +19,8 @@ from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh
-from sppo.planning.elastic.step_plan import StepPlan, step_planner
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.elastic.step_planner import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.cuda_device import CudaDevice
 from sppo.training.job import Job, mesh_shape

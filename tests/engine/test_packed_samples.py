@@ -1,12 +1,13 @@
 """Steps of packed samples by one engine: what they hold is what was predicted of each."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.step_programs import PlannedStep
-from sppo.planning.elastic.packing_search import PackingSearch
-from sppo.planning.elastic.step_plan import StepPlanner
+from sppo.planning.elastic.step_planner import StepPlanner
 from tests.engine.models import Trained, random_sequence, random_weights, tiny_model
 from tests.random_training.samples import base_candidate, joined
 from tests.tiers import each_once
@@ -26,7 +27,8 @@ def test_bytes_held_are_those_predicted(order, policy):
     """Of steps one after another, the second of them the largest, by one engine."""
     (schedule, virtual), model = order, tiny_model("gqa, q/k-norm", num_layers=4)
     base = base_candidate(model, schedule=schedule, virtual_stages=virtual, policy=policy)
-    planner = StepPlanner(PackingSearch(base, LONGEST, 5, 1, tries_sizes=False))
+    base = replace(base, lengths=(LONGEST // 5,) * 5)
+    planner = StepPlanner(base, alignment=1, tries_sizes=False)
     trained = Trained(
         model,
         random_weights(model, dtype=torch.float32),

@@ -27,8 +27,9 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.elastic.levels import level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.planning.elastic.packing import PADDING
-from sppo.planning.elastic.packing_search import PackingSearch
-from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.elastic.step_planner import StepPlanner
+from sppo.planning.partition import boundaries_by_length, lengths_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
 from tests.random_training.case import Case, Leg, Samples
@@ -77,7 +78,9 @@ def planned_samples(case: Case, leg: int, step: int) -> list[ReplicaStep]:
         consumed += len(data.step_samples(consumed))
     own = data.step_samples(consumed)
     base = _base(how, case.model.config())
-    planner = StepPlanner(PackingSearch(base, samples.longest, how.slices, 1, tries_sizes=False))
+    cuts = boundaries_by_length(samples.longest, num_subsequences=how.slices)
+    base = replace(base, lengths=lengths_of(cuts))
+    planner = StepPlanner(base, alignment=1, tries_sizes=False)
     found = []
     for replica in planner.divided(data.lengths(own)):
         plan = _plan(planner, data.lengths([own[index] for index in replica]), samples, how.tier)

@@ -15,7 +15,6 @@ import torch
 
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.engine.engine import Engine
-from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
 from sppo.training import sample_steps
 from sppo.training.sample_steps import StepPlans
 from tests.parallel.job.test_launch import wait_for
@@ -27,8 +26,8 @@ from tests.training.whole_runs.test_parallel_runs import (
     write_samples,
 )
 
-REQUEST = StepRequest((3000, 700, 600, 250, 90, 80, 70, 64, 12, 3))
-OTHER_REQUEST = StepRequest((2000, 1500, 300, 30, 30, 2))
+REQUEST = (3000, 700, 600, 250, 90, 80, 70, 64, 12, 3), None
+OTHER_REQUEST = (2000, 1500, 300, 30, 30, 2), None
 TIMEOUT_S = 60.0
 STEPS = 4
 
@@ -45,7 +44,7 @@ def plans():
 
 
 def in_line(request, *, quick=False):
-    return plan_replica(replace(planner(4096, ranks=2), quick=quick), request, replica=0).plan
+    return replace(planner(4096, ranks=2), quick=quick).plan_replica(*request, replica=0)
 
 
 def begun(plans):
@@ -58,8 +57,8 @@ def test_a_plan_made_ahead_is_the_one_made_in_line(plans):
         plans.begin(request)
         wait_for(begun(plans).done)
         taken = plans.take(request)
-        assert taken.replica.plan.digest == in_line(request).digest
-        assert taken.replica.plan.step_s == in_line(request).step_s
+        assert taken.plan.digest == in_line(request).digest
+        assert taken.plan.step_s == in_line(request).step_s
         assert (taken.wait_s, taken.note) == (0.0, "")
 
 
@@ -68,7 +67,7 @@ def test_a_step_waits_for_a_plan_that_is_being_made(plans):
     assert plans.take(REQUEST).wait_s > 0
     plans.begin(OTHER_REQUEST)
     other = plans.take(REQUEST)  # not what was begun
-    assert other.replica.plan.digest == in_line(REQUEST).digest
+    assert other.plan.digest == in_line(REQUEST).digest
     assert other.wait_s > 0
     assert other.note == ""
 
@@ -82,10 +81,10 @@ def test_two_processes_may_be_killed(plans):
             "the process that plans ahead was killed by SIGKILL: this step is planned when it "
             f"begins, and {then}"
         )
-        assert taken.replica.plan.digest == in_line(REQUEST).digest
+        assert taken.plan.digest == in_line(REQUEST).digest
     plans.begin(REQUEST)
     taken = plans.take(REQUEST)
-    assert (taken.note, taken.replica.plan.digest) == ("", in_line(REQUEST).digest)
+    assert (taken.note, taken.plan.digest) == ("", in_line(REQUEST).digest)
 
 
 def test_a_process_killed_before_it_is_given_work(plans):
@@ -97,7 +96,7 @@ def test_a_process_killed_before_it_is_given_work(plans):
     plans.begin(OTHER_REQUEST)
     taken = plans.take(OTHER_REQUEST)
     assert "was killed by SIGKILL" in taken.note
-    assert taken.replica.plan.digest == in_line(OTHER_REQUEST).digest
+    assert taken.plan.digest == in_line(OTHER_REQUEST).digest
 
 
 def test_what_the_process_raises_is_told(plans):
@@ -105,7 +104,7 @@ def test_what_the_process_raises_is_told(plans):
     plans.begin(REQUEST)
     taken = plans.take(REQUEST)
     assert "failed (AssertionError: a str is no planner)" in taken.note
-    assert taken.replica.plan.digest == in_line(REQUEST).digest
+    assert taken.plan.digest == in_line(REQUEST).digest
 
 
 @pytest.mark.exhaustive
@@ -114,7 +113,7 @@ def test_samples_that_do_not_fit_are_no_failure_of_the_process():
     device = replace(small.base.workload.hardware.device, memory_bytes=1 << 24)
     hardware = replace(small.base.workload.hardware, device=device)
     workload = replace(small.base.workload, hardware=hardware)
-    small = small.with_base(replace(small.base, workload=workload))
+    small = replace(small, base=replace(small.base, workload=workload))
     with contextlib.closing(plans_of(small)) as plans:
         plans.begin(REQUEST)
         wait_for(begun(plans).done)
@@ -134,7 +133,7 @@ def test_a_smaller_search_takes_the_place_of_a_late_plan():
             taken = plans.take(REQUEST)
             assert taken.note.startswith("its plan was not there after 0.2 s")
             assert taken.wait_s >= 0.2
-            assert taken.replica.plan.digest == in_line(REQUEST, quick=True).digest
+            assert taken.plan.digest == in_line(REQUEST, quick=True).digest
 
 
 @pytest.mark.exhaustive
@@ -143,7 +142,7 @@ def test_ranks_that_are_not_late_take_the_smaller_search_too():
         plans.begin(REQUEST)
         wait_for(begun(plans).done)
         taken = plans.take(REQUEST)
-    assert taken.replica.plan.digest == in_line(REQUEST, quick=True).digest
+    assert taken.plan.digest == in_line(REQUEST, quick=True).digest
     assert taken.note == ""
 
 
@@ -230,7 +229,7 @@ def as_rank(rank, directory, arguments, planned_otherwise_by):
 
             def other(*args, **kwargs):
                 found = usual(*args, **kwargs)
-                return found.with_base(replace(found.base, schedule="gpipe"))
+                return replace(found, base=replace(found.base, schedule="gpipe"))
 
             stack.enter_context(mock.patch.object(sample_steps, "step_planner", other))
         stack.enter_context(each_step(begins))

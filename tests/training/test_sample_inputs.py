@@ -7,7 +7,7 @@ import pytest
 
 from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
-from sppo.planning.elastic.step_plan import StepPlanner, step_planner
+from sppo.planning.elastic.step_planner import StepPlanner, step_planner
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training.input_checks import check_inputs, run_file_problems
 from sppo.training.preflight import preflight
@@ -105,7 +105,7 @@ def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
     run = samples(sequence={"length": 4096, "num_subsequences": 4}, checkpoint={"async_save": True})
     checked = preflight(job_alone(run))
     planner = step_planner(checked.plan, background_saves=True)
-    (alone,) = planner.packing_search.as_planned([planner.longest])
+    alone = planner.as_planned([planner.longest])
     evaluated = evaluate_candidate(planner.base.with_packed(alone.sequences))
     assert evaluated.candidate.lengths == checked.plan.lengths
     assert evaluated.memory == checked.plan.rank_memory

@@ -18,7 +18,8 @@ from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.sample_shortfall import stages_text
-from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.elastic.step_planner import StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, planned_part
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
@@ -195,7 +196,7 @@ def heaviest_replica(planner: StepPlanner, lengths: Sequence[int]) -> tuple[int,
     Raises:
         ValueError: There are fewer samples than replicas.
     """
-    seconds = planner.seconds_of(lengths)
+    seconds = planner.cost.of_samples(lengths)
     return max(
         planner.divided(lengths), key=lambda replica: sum(seconds[index] for index in replica)
     )
@@ -217,7 +218,9 @@ def _of_degrees(
         return replace(rejection_of(found), reason=_longest_lacks(longest, found, found.shortfall))
     planner = _quick_planner(own, found)
     seconds = sum(
-        planner.least_s([lengths[index] for index in heaviest_replica(planner, lengths)])
+        planner.packings([lengths[index] for index in heaviest_replica(planner, lengths)])[
+            0
+        ].least_s
         for lengths in steps.lengths
     )
     closed_s = seconds + len(steps.lengths) * found.time.update_s
@@ -230,7 +233,7 @@ def _quick_planner(run: RunConfig, longest: EvaluatedCandidate) -> StepPlanner:
     candidate = replace(candidate, kv=candidate.kv_of_stages[0])
     part = planned_part(run_of_longest_samples(run))
     planner = planner_of_candidate(candidate, run=part, background_saves=run.checkpoint.async_save)
-    return replace(planner, quick=True, levels=False)
+    return replace(planner, quick=True)
 
 
 def _with_plans(way: PlannedDegrees, steps: DrawnSteps) -> PlannedDegrees:
@@ -278,7 +281,7 @@ def _fully_planned(way: PlannedDegrees, steps: DrawnSteps) -> PlannedDegrees:
     """
     for lengths in _all_replicas(way.planner, steps):
         way.planner.plan(lengths)
-    searching = replace(way.planner, quick=False, levels=True)
+    searching = replace(way.planner, quick=False)
     plans = zip(way.plans, _heaviest_plans(searching, steps), strict=True)
     return replace(way, plans=tuple(min(pair, key=lambda plan: plan.step_s) for pair in plans))
 

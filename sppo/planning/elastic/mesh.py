@@ -7,22 +7,16 @@ also serves shorter ones.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from sppo.hardware.rates import Floats
 from sppo.planning.elastic.sample_cost import SampleCost
-from sppo.planning.partition import boundaries_by_length
 
-_HALVINGS = 24
-_BEGINS_PER_DOUBLING = 4
 _SIZES_PER_DOUBLING = 8
-_LEAST_BEGIN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +40,21 @@ class SliceMesh:
         return tuple(end - begin for begin, end in pairwise((0, *self.ends)))
 
 
-@lru_cache(maxsize=16)
-def mesh_of_slices(
-    cost: SampleCost, *, longest: int, slices: int, balanced: bool, alignment: int
-) -> SliceMesh:
-    """Return the mesh that cuts the longest sample of a run into a given number of slices.
+def planned_mesh(cost: SampleCost, lengths: Sequence[int], *, balanced: bool) -> SliceMesh:
+    """Return the mesh of the cuts of a run's plan.
 
     Args:
         cost: Cost of parts of samples.
-        longest: Tokens of the longest sample.
-        slices: Number of slices, at most `longest`.
-        balanced: Whether slices take equal time, rather than have equal tokens.
-        alignment: Multiple of tokens at which to cut; lowered to the mean slice if that is shorter.
+        lengths: Tokens of each slice of the longest sample.
+        balanced: Whether subsequences should take equal time, rather than have equal tokens.
     """
-    alignment = max(1, min(alignment, longest // slices))
-    if not balanced or slices == 1:
-        cuts = boundaries_by_length(longest, num_subsequences=slices, alignment=alignment)
-        most = max(end - begin for begin, end in pairwise(cuts))
-        return SliceMesh(cuts[1:], most, _seconds(cost, 0, most) if balanced else None)
-    low, high = 0.0, _seconds(cost, 0, longest)
-    ends = [longest]
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        found = _ends(cost, longest, slice_s=middle, alignment=alignment, most=slices)
-        if found is None:
-            low = middle
-        else:
-            high, ends = middle, found
-    cut = _with_all_slices(ends, slices, alignment)
-    most = max(end - begin for begin, end in pairwise((0, *cut)))
-    return SliceMesh(cut, most, _seconds(cost, 0, cut[0]))
+    slice_s = _seconds(cost, 0, lengths[0]) if balanced else None
+    return SliceMesh(tuple(accumulate(lengths)), max(lengths), slice_s)
+
+
+def equal_mesh(longest: int, tokens: int) -> SliceMesh:
+    """Return the mesh whose slices have equal tokens, for samples of up to `longest` tokens."""
+    return SliceMesh((*range(tokens, longest, tokens), longest), tokens)
 
 
 @lru_cache(maxsize=128)
@@ -94,71 +73,17 @@ def mesh_of_first_slice(
         alignment: Multiple of tokens at which to cut after the first slice.
     """
     slice_s = _seconds(cost, 0, first)
-    later = _ends(cost, longest, slice_s=slice_s, alignment=alignment, begin=first, least=least)
-    assert later is not None, "any number of slices will do"
-    return SliceMesh((min(first, longest), *later), room, slice_s)
-
-
-def _ends(
-    cost: SampleCost,
-    longest: int,
-    *,
-    slice_s: float,
-    alignment: int,
-    begin: int = 0,
-    least: int = 1,
-    most: int | None = None,
-) -> list[int] | None:
-    """Cut a sample from `begin` to `longest` into slices that take at most `slice_s` each.
-
-    A slice has at least `least` and at least `alignment` tokens, even if it takes longer.
-
-    Returns:
-        The end of each slice; None if there would be more than `most` slices.
-    """
-    begins, sizes, seconds = _slice_seconds(cost, longest)
-    found: list[int] = []
-    at = begin
-    while at < longest:
-        if len(found) == most:
-            return None
-        place = min(bisect_right(begins, at), len(begins) - 1)
-        low, high = begins[place - 1], begins[place]
-        share = min(1.0, (at - low) / (high - low))
-        from_here = (1 - share) * seconds[place - 1] + share * seconds[place]
-        tokens = int(np.interp(slice_s, from_here, sizes))
-        at = min(longest, at + max(tokens // alignment * alignment, least, alignment))
-        found.append(at)
-    return found
-
-
-@lru_cache(maxsize=16)
-def _slice_seconds(cost: SampleCost, longest: int) -> tuple[list[float], Floats, Floats]:
-    """Return first positions and tokens of slices, and their seconds, [positions, tokens]."""
-    begins = np.concatenate([[0.0], _by_doublings(_LEAST_BEGIN, longest, _BEGINS_PER_DOUBLING)])
-    tokens = _by_doublings(1, longest, _SIZES_PER_DOUBLING)
-    grid = np.repeat(begins, len(tokens)), np.tile(tokens, len(begins))
-    seconds = cost.without_attention_s(grid[1]) + cost.attention_s(grid[0], grid[0] + grid[1])
-    by_begin = np.maximum.accumulate(seconds.reshape(len(begins), len(tokens)), axis=1)
-    return begins.tolist(), tokens, by_begin
-
-
-def _by_doublings(first: int, last: int, count: int) -> Floats:
-    """Return a geometric series from `first` to at least `last`, with `count` per doubling."""
-    doublings = max(1, int(np.ceil(np.log2(max(2.0, last / first)))))
-    found: Floats = first * 2.0 ** np.linspace(0, doublings, doublings * count + 1)
-    return found
-
-
-def _with_all_slices(ends: Sequence[int], slices: int, alignment: int) -> tuple[int, ...]:
-    """Return the ends of slices, with the longest slices halved until there are `slices`."""
-    cuts = [0, *ends]
-    while len(cuts) <= slices:
-        sizes = [end - begin for begin, end in pairwise(cuts)]
-        place = int(np.argmax(sizes))
-        half = max(1, sizes[place] // 2 // alignment * alignment or sizes[place] // 2)
-        cuts.insert(place + 1, cuts[place] + half)
-    return tuple(cuts[1:])
+    doublings = max(1, int(np.ceil(np.log2(longest))))
+    sizes = 2.0 ** np.linspace(0, doublings, doublings * _SIZES_PER_DOUBLING + 1)
+    alone_s = cost.without_attention_s(sizes)
+    ends = [min(first, longest)]
+    while ends[-1] < longest:
+        begins = np.full(len(sizes), float(ends[-1]))
+        seconds = np.maximum.accumulate(alone_s + cost.attention_s(begins, begins + sizes))
+        tokens = int(np.interp(slice_s, seconds, sizes))
+        tokens = max(tokens // alignment * alignment, least, alignment)
+        ends.append(min(longest, ends[-1] + tokens))
+    return SliceMesh(tuple(ends), room, slice_s)
 
 
 def _seconds(cost: SampleCost, begin: int, end: int) -> float:

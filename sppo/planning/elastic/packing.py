@@ -16,7 +16,7 @@ then differed by 0.4 to 10 % instead of 6 to 13 %.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -40,13 +40,11 @@ class PackedSamples:
         sequences: Sequences that the samples are packed into.
         samples: Indices of the samples of each sequence, in order; PADDING for padding.
         least_s: Estimated seconds of the pipeline with everything retained; 0 if not estimated.
-        first: Tokens of the first slice that determined the packing; 0 if none did.
     """
 
     sequences: tuple[PackedSequence, ...]
     samples: tuple[tuple[int, ...], ...]
     least_s: float = 0.0
-    first: int = 0
 
     @property
     def most_tokens(self) -> int:
@@ -104,7 +102,9 @@ def pack_samples(
     least_tokens: int = 1,
     multiple: int = 1,
 ) -> PackedSamples:
-    """Cut samples and pack them into sequences.
+    """Cut samples and pack them into sequences: of most subsequences first, then the slowest first.
+
+    Short samples are packed longest first, each into the subsequence that takes least time with it.
 
     Args:
         lengths: Tokens of each sample, at most the longest sample of the mesh.
@@ -113,13 +113,67 @@ def pack_samples(
         least_tokens: Least tokens of every subsequence: sequence-parallel ranks need one each.
         multiple: Multiple of tokens to which subsequences of tails and short samples are padded.
     """
-    cuts = [_slices(tokens, mesh, least_tokens=least_tokens) for tokens in lengths]
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    buckets = _Buckets(cost, mesh, least_tokens=least_tokens)
-    buckets.open({index: cuts[index] for index in order if len(cuts[index]) > 1})
-    short = [index for index in order if len(cuts[index]) == 1]
-    buckets.fill(short, np.array([lengths[index] for index in short], dtype=np.float64))
-    return buckets.packed(lengths, multiple=multiple)
+    slices = [_slices_before_tail(lengths[index], mesh) for index in order]
+    num_long = sum(map(bool, slices))
+    ends = np.array([lengths[index] for index in order], dtype=np.float64)
+    begins = np.array([sum(own) for own in slices], dtype=np.float64)
+    attention_s = cost.attention_s(begins, ends)
+    count = max(num_long, _least_subsequences(ends - begins, attention_s, cost=cost, mesh=mesh))
+    # Tokens, seconds of attention, and samples of each subsequence; at most one more per sample.
+    tokens, taken_s = np.zeros((2, count + len(order)))
+    packed: list[list[int]] = [[] for _ in tokens]
+    for place, index in enumerate(order):
+        bucket = place
+        if place >= num_long:
+            after = tokens[:count] + ends[place]
+            has_room = after <= mesh.room
+            seconds = cost.without_attention_s(after) + taken_s[:count]
+            bucket = (
+                int(np.argmin(np.where(has_room, seconds, np.inf))) if has_room.any() else count
+            )
+            count = max(count, bucket + 1)
+        tokens[bucket] += ends[place] - begins[place]
+        taken_s[bucket] += attention_s[place]
+        packed[bucket].append(index)
+    tokens = np.ceil(np.maximum(tokens, least_tokens) / multiple) * multiple
+    seconds = cost.without_attention_s(tokens) + taken_s
+    before = [*slices[:num_long], *([()] * len(tokens))]
+    used = [bucket for bucket, samples in enumerate(packed) if samples]
+    found = [
+        packed_sequence(
+            packed[bucket], lengths, slices=before[bucket], last_tokens=int(tokens[bucket])
+        )
+        for bucket in sorted(used, key=lambda one: (-len(before[one]), -seconds[one], one))
+    ]
+    sequences, samples = zip(*found, strict=True)
+    return PackedSamples(sequences, samples)
+
+
+def _slices_before_tail(tokens: int, mesh: SliceMesh) -> tuple[int, ...]:
+    """Return the tokens of the slices of a sample before its tail; () if it is not cut."""
+    cuts = [0, *(end for end in mesh.ends if end < tokens)]
+    return tuple(end - begin for begin, end in pairwise(cuts))
+
+
+def _least_subsequences(
+    tokens: Floats, attention_s: Floats, *, cost: SampleCost, mesh: SliceMesh
+) -> int:
+    """Return the least number of subsequences that tails and short samples need.
+
+    Args:
+        tokens: Tokens of tails and short samples.
+        attention_s: Seconds of their attention.
+        cost: Cost of parts of samples.
+        mesh: Positions at which samples are cut.
+    """
+    all_tokens = float(tokens.sum())
+    needed = ceil(all_tokens / mesh.room)
+    if mesh.slice_s is None:
+        return needed
+    token_s = float(cost.seconds[-1] / cost.tokens[-1])
+    all_s = token_s * all_tokens + float(attention_s.sum())
+    return max(needed, ceil(all_s / mesh.slice_s))
 
 
 def packed_sequence(
@@ -146,122 +200,3 @@ def subsequence_seconds(packed: PackedSamples, *, cost: SampleCost) -> Floats:
     attention_s = parts.by_subsequence(cost.attention_s(parts.begins, parts.ends))
     seconds: Floats = cost.without_attention_s(parts.tokens) + attention_s
     return seconds
-
-
-def _slices(tokens: int, mesh: SliceMesh, *, least_tokens: int) -> tuple[int, ...]:
-    """Return the tokens of the slices of a sample, its tail last.
-
-    A tail of fewer than `least_tokens` tokens is merged with the slice before it.
-    """
-    cuts = [0, *(end for end in mesh.ends if end < tokens), tokens]
-    if len(cuts) > 2 and tokens - cuts[-2] < least_tokens:
-        del cuts[-2]
-    return tuple(end - begin for begin, end in pairwise(cuts))
-
-
-class _Buckets:
-    """Subsequences that tails and short samples are packed into."""
-
-    def __init__(self, cost: SampleCost, mesh: SliceMesh, *, least_tokens: int) -> None:
-        self._cost, self._mesh, self._least_tokens = cost, mesh, least_tokens
-        self._slices: list[tuple[int, ...]] = []
-        """Tokens of the slices before the tail of the long sample of each bucket."""
-        self._samples: list[list[int]] = []
-        self._tokens: Floats = np.zeros(0)
-        self._attention_s: Floats = np.zeros(0)
-
-    def open(self, cut: Mapping[int, tuple[int, ...]]) -> None:
-        """Open a bucket with the tail of each long sample.
-
-        Args:
-            cut: Tokens of the slices of each long sample, by its index.
-        """
-        if not cut:
-            return
-        self._slices = [slices[:-1] for slices in cut.values()]
-        self._samples = [[sample] for sample in cut]
-        self._tokens = np.array([slices[-1] for slices in cut.values()], dtype=np.float64)
-        lengths = np.array([sum(slices) for slices in cut.values()], dtype=np.float64)
-        self._attention_s = self._cost.attention_s(lengths - self._tokens, lengths)
-
-    def fill(self, samples: Sequence[int], lengths: Floats) -> None:
-        """Pack short samples, longest first, each into the bucket that takes least time with it."""
-        if not samples:
-            return
-        attention_s = self._cost.attention_s(np.zeros_like(lengths), lengths)
-        self._open_empty(lengths, attention_s)
-        for sample, tokens, own_s in zip(samples, lengths, attention_s, strict=True):
-            after = self._tokens + tokens
-            has_room = after <= self._mesh.room
-            if not has_room.any():
-                self._append([sample], tokens, own_s)
-                continue
-            seconds = self._cost.without_attention_s(after) + self._attention_s + own_s
-            place = int(np.argmin(np.where(has_room, seconds, np.inf)))
-            self._samples[place].append(sample)
-            self._tokens[place] = after[place]
-            self._attention_s[place] += own_s
-
-    def packed(self, lengths: Sequence[int], *, multiple: int) -> PackedSamples:
-        """Return the sequences, those of most subsequences first; of equals, the slowest first."""
-        self._raise_to_least()
-        self._tokens = np.ceil(self._tokens / multiple) * multiple
-        seconds = self._seconds()
-        order = sorted(
-            (index for index, samples in enumerate(self._samples) if samples),
-            key=lambda index: (-len(self._slices[index]), -seconds[index], index),
-        )
-        found = [
-            packed_sequence(
-                self._samples[index],
-                lengths,
-                slices=self._slices[index],
-                last_tokens=int(self._tokens[index]),
-            )
-            for index in order
-        ]
-        sequences, samples = zip(*found, strict=True)
-        return PackedSamples(sequences, samples)
-
-    def _open_empty(self, lengths: Floats, attention_s: Floats) -> None:
-        """Open empty buckets up to the least number that short samples and tails need."""
-        tokens = float(lengths.sum() + self._tokens.sum())
-        needed = ceil(tokens / self._mesh.room)
-        if self._mesh.slice_s is not None:
-            token_s = float(self._cost.seconds[-1] / self._cost.tokens[-1])
-            all_s = token_s * tokens + float(attention_s.sum() + self._attention_s.sum())
-            needed = max(needed, ceil(all_s / self._mesh.slice_s))
-        for _ in range(needed - len(self._samples)):
-            self._append([], 0.0, 0.0)
-
-    def _raise_to_least(self) -> None:
-        """Merge buckets of too few tokens into the shortest others; pad a bucket that is alone."""
-        least = self._least_tokens
-        for index in np.flatnonzero((self._tokens > 0) & (self._tokens < least)).tolist():
-            if self._tokens[index] >= least:  # another bucket was merged into this one
-                continue
-            others = [
-                other
-                for other in np.argsort(self._tokens, kind="stable").tolist()
-                if other != index and self._samples[other]
-            ]
-            if not others:
-                self._tokens[index] = least
-                continue
-            assert not self._slices[index], "a tail that is too short joins the slice before it"
-            place = others[0]
-            self._samples[place] += self._samples[index]
-            self._tokens[place] += self._tokens[index]
-            self._attention_s[place] += self._attention_s[index]
-            self._samples[index], self._tokens[index], self._attention_s[index] = [], 0.0, 0.0
-
-    def _append(self, samples: list[int], tokens: float, attention_s: float) -> None:
-        self._slices.append(())
-        self._samples.append(samples)
-        self._tokens = np.append(self._tokens, tokens)
-        self._attention_s = np.append(self._attention_s, attention_s)
-
-    def _seconds(self) -> Floats:
-        """Return the seconds of every bucket."""
-        seconds: Floats = self._cost.without_attention_s(self._tokens) + self._attention_s
-        return seconds

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.elastic.step_plan import step_planner
+from sppo.planning.elastic.step_planner import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 

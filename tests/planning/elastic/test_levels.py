@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.data.samples.length_distributions import draw
-from sppo.planning.elastic import step_plan
+from sppo.planning.elastic import step_planner
 from sppo.planning.elastic.levels import fastest_levels, level_choices
 from sppo.planning.search.evaluation import evaluate_candidate
 from tests.planning.cases import machine
@@ -54,7 +54,7 @@ def pressed(samples=64, *, ranks=4, share=0.5, longest=65536, host=False):
     planned = planner(longest, model=LARGE, hardware="a100-80g", ranks=ranks, sequence_parallel=8)
     base = planned.base if host else on_machine(planned.base, host_memory_bytes=0)
     lengths = draw("github", samples, seed=0, longest=longest)
-    packed = planned.with_base(base).packing_search.packings(lengths)[0]
+    packed = replace(planned, base=base).packings(lengths)[0]
     return with_room(base.with_packed(packed.sequences), share)
 
 
@@ -81,10 +81,10 @@ def pressed_steps(draw):
     """A planner whose devices have too little memory or just enough, and samples of a step."""
     planner = draw(planners(policies=("auto",)))
     lengths = draw(lengths_of_samples(longest=planner.longest))
-    packed = planner.packing_search.packings(lengths)[0]
+    packed = planner.packings(lengths)[0]
     tight = with_room(planner.base.with_packed(packed.sequences), draw(st.floats(-0.2, 1.1)))
     base = replace(planner.base, workload=tight.workload)
-    return planner.with_base(base), lengths
+    return replace(planner, base=base), lengths
 
 
 @settings(max_examples=examples(6, all=300))
@@ -98,7 +98,7 @@ def test_no_rank_holds_more_than_it_may_and_no_step_is_slower_than_without_level
     budget = plan.evaluated.candidate.budget_bytes
     assert max(plan.evaluated.simulated_bytes) <= budget
     assert max(walked_device_bytes(plan.evaluated, plan.program)) <= budget + 8
-    with mock.patch.object(step_plan, "fastest_levels", return_value=None):
+    with mock.patch.object(step_planner, "fastest_levels", return_value=None):
         try:
             without = planner.plan(lengths)
         except MemoryError:
@@ -111,7 +111,7 @@ def test_no_rank_holds_more_than_it_may_and_no_step_is_slower_than_without_level
 def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
     planner, lengths = step
     tight = with_bytes(planner.base, planner.base.budget_bytes // 3)
-    planner = planner.with_base(tight)
+    planner = replace(planner, base=tight)
     try:
         planner.plan(lengths)
         assume(False)
@@ -124,7 +124,7 @@ def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
     short = int(re.search(r"\((\d+) bytes\)", text)[1])
     if "device memory" in text:
         # What is said to be missing is enough.
-        assert planner.with_base(with_bytes(tight, tight.budget_bytes + short)).plan(lengths)
+        assert replace(planner, base=with_bytes(tight, tight.budget_bytes + short)).plan(lengths)
 
 
 @settings(max_examples=examples(6, all=200))

@@ -13,14 +13,14 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.planning.elastic.levels import fastest_levels, level_choice
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
+from sppo.schedule.actions import ActionKind, sequences_in_flight
 from sppo.schedule.checks import validate
-from sppo.schedule.program import generate
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.elastic.test_levels import on_machine, place_levels, pressed, with_room
-from tests.planning.elastic.test_step_plan import packed_candidates, walked
+from tests.planning.elastic.test_step_plan import packed_candidates
 from tests.planning.elastic.test_step_search import LARGE, planner
-from tests.planning.elastic.walked_memory import walked_peaks
+from tests.planning.elastic.walked_memory import schedule_of, walked_peaks
 from tests.schedule.pacing import forwards_between, least_forwards, most_forwards
 from tests.tiers import examples
 
@@ -140,19 +140,31 @@ def paced_candidates(draw):
     return replace(candidate, forwards_before_backward=counts)
 
 
-@settings(max_examples=examples(15, all=300))
-@given(paced_candidates(), st.integers(0, 2**32 - 1))
-def test_what_paced_ranks_hold_is_what_their_program_does(candidate, seed):
-    schedule = generate(
-        candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        lengths=candidate.sequence_lengths,
-        forwards_before_backward=candidate.forwards_before_backward,
-    )
+@settings(deadline=None, max_examples=examples(30, all=600))
+@given(
+    st.one_of(packed_candidates(policies=("retain",)), paced_candidates()),
+    st.integers(0, 2**32 - 1),
+)
+def test_bytes_held_are_those_of_the_program(candidate, seed):
+    stages, ranks = candidate.num_stages, candidate.pipeline_parallel_degree
+    schedule, walk = schedule_of(candidate), walk_of(candidate)
     validate(schedule)
-    held = np.random.default_rng(seed).random((candidate.num_stages, len(candidate.lengths)))
-    peaks = walk_of(candidate).held(held).max(axis=1)
-    assert peaks == pytest.approx(walked(schedule, held))
+    operands = weight_operand_bytes(candidate)
+    random = np.random.default_rng(seed).random((3, stages, len(candidate.lengths)))
+    held, forward, backward = operands + operands.max() * random
+    found = walk.held(held, deferred=operands) + sum(kv_held(candidate))
+    found = (found + walk.running(np.stack([forward, backward]))).max(axis=1)
+    assert found == pytest.approx(walked_peaks(candidate, held, (forward, backward), schedule))
+    counted = (walk.counts(held) * held).sum(axis=1).reshape(-1, ranks).sum(axis=0)
+    assert counted == pytest.approx(walk.held(held).max(axis=1))
+    assert walk.sequences_held.tolist() == [
+        sequences_in_flight(
+            action
+            for action in schedule.programs[stage % ranks]
+            if action.stage == stage and action.kind in (ActionKind.F, ActionKind.B, ActionKind.W)
+        )
+        for stage in range(stages)
+    ]
 
 
 @settings(max_examples=examples(20, all=300))

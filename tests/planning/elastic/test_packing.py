@@ -5,9 +5,10 @@ from itertools import accumulate, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.planning.elastic.mesh import mesh_of_first_slice, mesh_of_slices
+from sppo.planning.elastic.mesh import mesh_of_first_slice, planned_mesh
 from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples
 from sppo.planning.elastic.sample_cost import sample_cost
+from sppo.planning.partition import boundaries_by_length, lengths_of
 from tests.planning.elastic.samples import LONGEST, lengths_of_samples, workload
 from tests.tiers import examples
 
@@ -25,9 +26,8 @@ def meshes(draw):
     alignment = draw(st.sampled_from([1, 128, 1024]))
     if draw(st.booleans()):
         slices = draw(st.integers(1, min(32, longest // degree)))
-        mesh = mesh_of_slices(
-            cost, longest=longest, slices=slices, balanced=draw(st.booleans()), alignment=alignment
-        )
+        cuts = boundaries_by_length(longest, num_subsequences=slices, alignment=alignment)
+        mesh = planned_mesh(cost, lengths_of(cuts), balanced=draw(st.booleans()))
         return cost, mesh, longest, degree
     first = draw(st.integers(max(degree, longest // 32), 2 * longest))
     mesh = mesh_of_first_slice(
@@ -74,15 +74,15 @@ def test_samples_are_whole_once_and_cut_at_the_mesh(packing):
     lengths, packed, mesh, degree = packing
     samples = [pair for pair in placed(packed) if pair[0] != PADDING]
     assert sorted(samples) == sorted(enumerate(lengths))
-    # Padding is for steps that ranks cannot share.
-    assert packed.padding_tokens == max(0, degree - sum(lengths))
-    assert packed.padding_tokens == sum(n for index, n in placed(packed) if index == PADDING)
+    # Padding is for subsequences that ranks cannot share.
+    padding = [tokens for index, tokens in placed(packed) if index == PADDING]
+    assert packed.padding_tokens == sum(padding)
+    assert max(padding, default=0) < degree
     counts = [len(sequence.lengths) for sequence in packed.sequences]
     assert counts == sorted(counts, reverse=True)
     for sequence in packed.sequences:
         assert min(sequence.lengths) >= degree
-        # A tail that is too short to be shared joins a slice, and so do samples.
-        assert max(sequence.lengths) <= max(mesh.room, *mesh.slices) + 2 * (degree - 1)
+        assert max(sequence.lengths) <= max(mesh.room, degree, *mesh.slices)
         ends = [*accumulate(sequence.lengths)]
         assert tuple(ends[:-1]) == mesh.ends[: len(ends) - 1]
         assert len(ends) == 1 or ends[-2] < sequence.samples[0]

@@ -10,7 +10,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.samples_plan import plan_samples
-from sppo.planning.elastic.step_plan import StepPlanner, step_planner
+from sppo.planning.elastic.step_planner import StepPlanner, step_planner
 from sppo.planning.plan import check_plan_fits, plan_json, read_plan
 from sppo.planning.run_plan import plan_run
 from tests.make import make_run

@@ -10,15 +10,17 @@ import pytest
 
 from sppo.cost.layer import UNCORRECTED, CostCorrection
 from sppo.cost.stage_cost import stage_seconds
-from sppo.planning.elastic.replica_plan import StepRequest, plan_replica, predict_step
 from sppo.planning.elastic.sample_cost import sample_cost
 from sppo.planning.elastic.step_correction import (
     MOST_FACTOR,
-    NO_CORRECTION,
-    CorrectionHistory,
     StepCorrection,
-    StepFigures,
+    correction_by,
+    extended,
+    history_from_json,
+    history_json,
+    measured_step,
 )
+from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.make_plan import compute_seconds
 from tests.planning.elastic.test_step_search import planner
 
@@ -29,78 +31,58 @@ BOTH = CostCorrection(1.5, 2.5)
 
 def figures(measured, *, actions=1.0, rest_s=0.5):
     one = float(measured.sum()), float(PREDICTED.sum())
-    return StepFigures.of(one, one, actions=actions, rest_s=rest_s)
+    return measured_step(one, one, actions=actions, rest_s=rest_s)
 
 
 def history(*steps):
-    found = CorrectionHistory()
+    found = ()
     for step in steps:
-        found = found.after(step)
+        found = extended(found, step)
     return found
+
+
+def corrected_by(*steps):
+    return correction_by(history(*steps))
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1000.0, MOST_FACTOR), (1e-4, 1 / MOST_FACTOR)])
 def test_factors_are_bounded(factor, expected):
-    found = history(figures(factor * PREDICTED, actions=factor**2)).current
+    found = corrected_by(figures(factor * PREDICTED, actions=factor**2))
     assert (found.compute.forward, found.compute.backward) == (expected, expected)
     assert found.waiting == expected
 
 
 def test_nothing_measured_or_predicted():
     nothing = 0.0, 0.0
-    found = history(StepFigures.of(nothing, nothing, actions=2.0, rest_s=-1.0)).current
-    assert found == StepCorrection(steps=1, waiting=2.0, rest_s=0.0)
+    found = corrected_by(measured_step(nothing, nothing, actions=2.0, rest_s=-1.0))
+    assert found == StepCorrection(1.0, 1.0, waiting=2.0, rest_s=0.0)
 
 
 def test_waiting_is_what_compute_leaves():
-    found = history(figures(2 * PREDICTED, actions=2.5)).current
+    found = corrected_by(figures(2 * PREDICTED, actions=2.5))
     assert found.waiting == pytest.approx(1.25)
 
 
 def test_disturbed_steps_change_nothing():
     usual, disturbed = figures(2 * PREDICTED, actions=2.0), figures(7 * PREDICTED, actions=30.0)
-    found = history(usual, disturbed, usual, disturbed, usual, usual, disturbed).current
-    assert found == replace(history(usual).current, steps=7)
-
-
-@pytest.mark.parametrize(
-    ("ratios", "steps"),
-    [
-        pytest.param((4.0, 1.1, 0.9, 1.0), 0, id="one slow step at the start"),
-        pytest.param((1.0, 3.0, 1.0, 0.9, 3.5, 1.1), 0, id="slow steps among the predicted"),
-        pytest.param((3.0, 0.5, 2.0, 0.4, 1.5, 0.7), 0, id="no step like another"),
-        pytest.param((5.0, 4.0, 6.0, 5.0), 4, id="all slow"),
-    ],
-)
-def test_steps_are_corrected_where_that_has_helped(ratios, steps):
-    found = history(*(figures(ratio * PREDICTED, actions=ratio) for ratio in ratios))
-    assert found.current.steps == steps
+    found = corrected_by(usual, disturbed, usual, disturbed, usual, usual, disturbed)
+    assert found == replace(usual, steps=7)
 
 
 def test_old_steps_are_forgotten():
     old, new = figures(5 * PREDICTED), figures(2 * PREDICTED)
     found = history(*[old] * 20, *[new] * 7)
-    assert found.current.compute.forward == pytest.approx(2.0)
-    assert found.current.steps == 7
-    assert len(found.figures) == 8
-
-
-def test_the_previous_correction_is_that_before_the_last_step():
-    steps = [
-        figures(factor * PREDICTED) for factor in (1.5, 2.0, 4.0, 3.0, 1.0, 2.0, 6.0, 5.0, 3.5)
-    ]
-    for count in range(len(steps) + 1):
-        before = history(*steps[: max(0, count - 1)])
-        assert history(*steps[:count]).previous == before.current
-    assert history().previous == history(steps[0]).previous == NO_CORRECTION
+    assert correction_by(found).compute.forward == pytest.approx(2.0)
+    assert correction_by(found).steps == 7
+    assert len(found) == 8
 
 
 def test_what_is_saved_comes_back_to_the_last_bit():
     found = history(*(figures(f * PREDICTED, rest_s=f / 3) for f in (1.1, 2.3, 0.7)))
-    assert CorrectionHistory.from_json(json.loads(json.dumps(found.as_json()))) == found
+    assert history_from_json(json.loads(json.dumps(history_json(found)))) == found
 
 
-FIGURES = {"forward": 1.0, "backward": 1.0, "waiting": 1.0, "rest_s": 1.0, "actions": 1.0}
+FIGURES = {"forward": 1.0, "backward": 1.0, "waiting": 1.0, "rest_s": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +99,7 @@ FIGURES = {"forward": 1.0, "backward": 1.0, "waiting": 1.0, "rest_s": 1.0, "acti
 )
 def test_what_is_no_history_is_refused(values):
     with pytest.raises(ValueError, match="no history of corrections"):
-        CorrectionHistory.from_json(values)
+        history_from_json(values)
 
 
 @pytest.mark.parametrize("wrong", [{"forward": 0.0}, {"backward": -1}])
@@ -134,13 +116,17 @@ def seconds(candidate, correction):
     return stage_seconds(replace(candidate, workload=workload))
 
 
-def plan_of(correction=NO_CORRECTION, *, corrects_plan=False, **more):
-    request = StepRequest(LENGTHS, correction, corrects_plan=corrects_plan)
-    return plan_replica(planner(4096, ranks=2, **more), request, replica=0)
+def plan_of(correction=None, *, corrects_plans=False):
+    made_by = replace(planner(4096, ranks=2), corrects_plans=corrects_plans)
+    return made_by.plan_replica(LENGTHS, correction, replica=0)
+
+
+def correction(forward, backward, *, waiting=1.0, rest_s=0.0):
+    return StepCorrection(forward, backward, waiting=waiting, rest_s=rest_s)
 
 
 def test_costs_of_every_stage_are_corrected():
-    candidate = plan_of().plan.evaluated.candidate
+    candidate = plan_of().evaluated.candidate
     plain, corrected = seconds(candidate, UNCORRECTED), seconds(candidate, BOTH)
     np.testing.assert_allclose(corrected.forward, 1.5 * plain.forward)
     for name in ("backward", "weight", "linear_recompute", "attention_recompute"):
@@ -148,7 +134,7 @@ def test_costs_of_every_stage_are_corrected():
 
 
 def test_packing_asks_for_the_costs_that_stages_have():
-    candidate = plan_of().plan.evaluated.candidate
+    candidate = plan_of().evaluated.candidate
     workload = replace(candidate.workload, correction=BOTH)
     cost = sample_cost(workload, most_tokens=8192)
     tokens = np.array([512.0])
@@ -161,37 +147,29 @@ def test_packing_asks_for_the_costs_that_stages_have():
 
 def test_without_a_step_predictions_are_those_of_the_plan():
     found = plan_of()
-    assert found.step_s == pytest.approx(found.plan.step_s, rel=1e-12)
-    assert found.uncorrected_s == found.plan.step_s
-    evaluated = found.plan.evaluated
+    assert found.predicted_s == found.uncorrected.step_s == found.step_s
+    evaluated = found.evaluated
     assert found.phases_s[:2] == pytest.approx(compute_seconds(evaluated))
     assert found.phases_s[2] == evaluated.time.update_s
 
 
 def test_predictions_are_corrected_and_plans_stay():
-    correction = StepCorrection(3, CostCorrection(2.0, 2.0), waiting=1.1, rest_s=0.25)
-    found = plan_of(correction)
-    assert found.plan.digest == plan_of().plan.digest
-    assert found.uncorrected_s == plan_of().uncorrected_s
+    found = plan_of(correction(2.0, 2.0, waiting=1.1, rest_s=0.25))
+    assert found.digest == plan_of().digest
+    assert found.uncorrected.step_s == plan_of().step_s
     actions_s = found.uncorrected_actions_s
-    assert 1.5 * 1.1 * actions_s < found.step_s - 0.25 <= 2 * 1.1 * actions_s
+    assert 1.5 * 1.1 * actions_s < found.predicted_s - 0.25 <= 2 * 1.1 * actions_s
     assert found.phases_s[2] == 0.25
 
 
 def test_a_plan_made_with_a_correction_is_that_of_a_slower_machine():
-    correction = StepCorrection(3, CostCorrection(0.2, 8.0))
-    usual, corrected = plan_of(), plan_of(correction, corrects_plan=True)
-    assert corrected.plan.digest != usual.plan.digest
-    predicted_s = [predict_step(one.plan, correction).step_s for one in (usual, corrected)]
-    assert predicted_s[1] < predicted_s[0]
-    plain = predict_step(corrected.plan, NO_CORRECTION)
-    assert plain.step_s == pytest.approx(plain.uncorrected_s)
-    assert corrected.uncorrected_s == plain.uncorrected_s
-
-
-def test_a_corrected_prediction_is_the_simulation_of_corrected_costs():
-    correction = StepCorrection(3, BOTH, waiting=1.0, rest_s=0.0)
-    found = plan_of(correction, corrects_plan=True)
-    simulated = found.plan.evaluated
-    update_s = simulated.time.update_s
-    assert found.step_s == pytest.approx(simulated.step_s - update_s, rel=1e-9)
+    slower = correction(0.2, 8.0)
+    usual, corrected = plan_of(), plan_of(slower, corrects_plans=True)
+    assert corrected.digest != usual.digest
+    assert corrected.predicted_s < replace(usual, correction=slower).predicted_s
+    plain = StepPlan(corrected.packed, corrected.evaluated)
+    assert plain.predicted_s == pytest.approx(corrected.uncorrected.step_s)
+    # A corrected prediction is the simulation of corrected costs.
+    simulated = corrected.evaluated
+    actions_s = simulated.step_s - simulated.time.update_s
+    assert corrected.predicted_s == pytest.approx(actions_s, rel=1e-9)

@@ -14,8 +14,8 @@ from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.packing import PADDING
-from sppo.planning.elastic.packing_search import PackingSearch
-from sppo.planning.elastic.step_plan import StepPlanner, step_planner
+from sppo.planning.elastic.step_planner import StepPlanner, step_planner
+from sppo.planning.partition import boundaries_by_length, lengths_of
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.schedule.checks import validate
@@ -33,8 +33,9 @@ def planner(longest, *, model=SMALL, hardware="laptop-cpu", ranks=4, sequence_pa
     workload = Workload(
         model, PRESETS[hardware], dtype="fp32", sequence_parallel_degree=sequence_parallel
     )
-    base = Candidate(workload, (longest,), pipeline_parallel_degree=ranks)
-    return StepPlanner(PackingSearch(base, longest, 8, 64, tries_sizes=True))
+    cuts = boundaries_by_length(longest, num_subsequences=8, alignment=64)
+    base = Candidate(workload, lengths_of(cuts), pipeline_parallel_degree=ranks)
+    return StepPlanner(base, alignment=64, tries_sizes=True)
 
 
 def fixed_chunks(lengths, tokens):
@@ -93,7 +94,7 @@ def test_one_rank_is_not_slower_than_fixed_chunks_of_any_size(name):
     """What 8 devices share may have several times as many tokens as what one has."""
     planned = planner(98304, model=LARGE, hardware="a100-80g", ranks=1, sequence_parallel=8)
     base = replace(planned.base, workload=replace(planned.base.workload, dtype="bf16"))
-    planned = StepPlanner(replace(planned.packing_search, base=base, tries_sizes=False, room=16384))
+    planned = replace(planned, base=base)
     lengths = draw(name, 128, seed=1, longest=98304)
     plan = planned.plan(lengths)
     assert samples_of(plan) == Counter(range(128))
@@ -109,7 +110,7 @@ def test_smaller_subsequences_where_memory_is_short():
     least = min(
         packing.sequences
         and evaluate_candidate(roomy.base.with_packed(packing.sequences)).device_peak_bytes
-        for packing in roomy.packing_search.packings(lengths)
+        for packing in roomy.packings(lengths)
     )
     assert least < plan.evaluated.device_peak_bytes
     tight = replace(
@@ -118,7 +119,7 @@ def test_smaller_subsequences_where_memory_is_short():
     workload = roomy.base.workload
     hardware = replace(workload.hardware, device=tight)
     base = replace(roomy.base, workload=replace(workload, hardware=hardware), policy="retain")
-    found = roomy.with_base(base).plan(lengths)
+    found = replace(roomy, base=base).plan(lengths)
     assert found.evaluated.shortfall is None
     assert samples_of(found) == samples_of(plan)
 
@@ -133,7 +134,7 @@ def test_many_small_subsequences_where_no_larger_ones_fit():
     hardware = base.workload.hardware
     device = replace(hardware.device, memory_bytes=needed * 51 // 50, reserved_bytes=0)
     workload = replace(base.workload, hardware=replace(hardware, device=device))
-    tight = roomy.with_base(replace(base, workload=workload))
+    tight = replace(roomy, base=replace(base, workload=workload))
     found = tight.plan(lengths)
     assert found.evaluated.candidate.schedule == base.schedule
     assert found.step_s <= 1.02 * fastest_fixed_s(tight, lengths)
