@@ -65,9 +65,12 @@ def candidates_of_degrees(
     ]
     found: list[Candidate] = []
     problem: str | None = None
-    stages = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
-    for virtual, lengths in product(stages, cuts):
-        candidate = candidate_of(run, workload, degrees, lengths=lengths, virtual_stages=virtual)
+    by_stages = [
+        candidate_of(run, workload, degrees, lengths=cuts[0], virtual_stages=virtual)
+        for virtual in virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
+    ]
+    for one, lengths in product(by_stages, cuts):
+        candidate = replace(one, lengths=lengths)
         refused = units_problem(
             candidate, most=CHOSEN_UNITS if found else MOST_UNITS
         ) or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=uses_msp(run))
