@@ -9,19 +9,13 @@ from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate, model_counts
 from tests.make import make_run
 
-LENGTH = 4 << 20
-
-
-def run_of(preset, *, length=LENGTH, **sections):
-    return make_run(preset, length=length, **sections)
-
 
 def test_18_bytes_per_parameter():
-    counts = model_counts(run_of("gpt-7b"))
-    assert counts.parameters == num_parameters(run_of("gpt-7b").model)
+    counts = model_counts(make_run("gpt-7b", length=8192))
+    assert counts.parameters == num_parameters(make_run("gpt-7b", length=8192).model)
     assert counts.state_bytes_per_parameter == 18
     assert counts.state_bytes / 1e9 == pytest.approx(120, rel=0.01)
-    in_fp32 = model_counts(run_of("gpt-7b", train={"dtype": "fp32"}))
+    in_fp32 = model_counts(make_run("gpt-7b", length=8192, train={"dtype": "fp32"}))
     assert in_fp32.state_bytes_per_parameter == 16
 
 
@@ -32,7 +26,7 @@ def test_stages_add_up_to_the_model():
         "pipeline_parallel_degree": 4,
         "sequence_parallel_degree": 1,
     }
-    run = run_of(
+    run = make_run(
         "llama-3.2-1b", length=1 << 16, parallel=parallel, activations={"policy": "retain"}
     )
     found = estimate(run, hardware=PRESETS["h200"])
