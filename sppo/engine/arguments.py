@@ -101,9 +101,10 @@ def check_step(
     for index, data in enumerate(sequences):
         _check_sequence(f"sequences[{index}]", data, model, device=device)
     if not isinstance(boundaries, Sequence) or len(boundaries) != len(sequences):
+        example = [[0, len(data.tokens_S)] for data in sequences[:2]]
         raise ValueError(
             f"boundaries={quoted(boundaries)}: give one list of cuts for each of the "
-            f"{len(sequences)} sequences, such as {_example(sequences)}"
+            f"{len(sequences)} sequences, such as {example}"
         )
     for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
         _check_cuts(f"boundaries[{index}]", cuts, length=len(data.tokens_S))
@@ -205,10 +206,6 @@ def _check_cuts(name: str, cuts: Sequence[int], *, length: int) -> None:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _example(sequences: Sequence[SequenceData]) -> str:
-    return repr([[0, len(data.tokens_S)] for data in sequences[:2]])
 
 
 def _kind(value: Any) -> str:

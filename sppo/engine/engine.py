@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
-from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
@@ -410,7 +410,7 @@ class Engine:
                 own = [a for a in program if a.stage == index and (a.num_shards > 1) is is_cut]
                 stage.prepare(
                     {a.unit: units.of(a)[1] for a in own if a.kind is ActionKind.B},
-                    placements=by_unit(step.placements[index]),
+                    placements=dict(zip(units.units, chain(*step.placements[index]), strict=True)),
                     sequences_in_flight=sequences_in_flight(own),
                     kv_placement=kv_placement(own),
                 )
@@ -430,14 +430,3 @@ class Engine:
         }
         order = order_of_use(schedule.programs[self._pipeline.rank], layouts, shards=shards)
         return offload_schedule([*layouts.values(), *shards.values()], order=order)
-
-
-def by_unit(
-    placements: Sequence[Sequence[SubsequencePlacement]],
-) -> dict[UnitKey, SubsequencePlacement]:
-    """Return the placements of a stage by unit, given per sequence and subsequence."""
-    return {
-        (sequence, index): placement
-        for sequence, parts in enumerate(placements)
-        for index, placement in enumerate(parts)
-    }

@@ -324,22 +324,20 @@ class Stage:
             tokens = TokenExchange(*(partial(one, shard_tokens=unit.shard_tokens) for one in both))
         if saves_kv and self._kv_placement == "offloaded":
             offload = partial(self.store.put, ActivationKey(*unit.key, index, is_kv=True))
+        unsaved = unit.shard_tokens  # of each rank the last ones
+        if unit.key in self.layout.shards:
+            unsaved = self.layout.unsaved_attention_tokens(unit.key)
         with visit(self._providers.weights, index) as weights:
             attention = PrefixAttention(
                 self._providers.kv(unit, index),
                 unit.runs,
-                self._unsaved_attention_tokens(unit),
+                unsaved,
                 self._heads,
                 window=self.model.window_of(index),
                 document_starts=unit.span.document_starts,
                 offload=offload,
             )
             yield Layer(self.model, weights, rotary, attention, tokens)
-
-    def _unsaved_attention_tokens(self, unit: Unit) -> tuple[int, ...]:
-        """Return for each rank how many of its last tokens have no saved attention output."""
-        saved = unit.key in self.layout.shards
-        return self.layout.unsaved_attention_tokens(unit.key) if saved else unit.shard_tokens
 
 
 def cut(

@@ -26,6 +26,7 @@ STORED_TYPES = ("F64", "F32", "F16", "BF16")
 _SHOWN_FAULTS = 8
 _REASON_CHARACTERS = 300
 _NAME_CHARACTERS = 255
+_PICKLES = (".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,10 @@ def weight_files(directory: Path) -> dict[Path, set[str]]:
     if single.is_file():
         return {single: set()}
     if not index.is_file():
-        raise ValueError(
-            f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}{_hint(directory)}"
-        )
+        reason = f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+        for other in sorted(p.name for p in directory.glob("*") if p.suffix in _PICKLES)[:1]:
+            reason += f"; {other} is a pickle, which can run code: save it as safetensors first"
+        raise ValueError(reason)
     files: dict[Path, set[str]] = {}
     for key, name in _weight_map(index).items():
         files.setdefault(directory / name, set()).add(key)
@@ -147,13 +149,6 @@ def weight_files(directory: Path) -> dict[Path, set[str]]:
         shown = one_line(", ".join(absent), most=_REASON_CHARACTERS)
         raise ValueError(f"{directory} lacks {shown}, named in {INDEX_FILE}")
     return files
-
-
-def _hint(directory: Path) -> str:
-    others = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
-    if not others:
-        return ""
-    return f"; {others[0]} is a pickle, which can run code: save it as safetensors first"
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -115,7 +115,7 @@ class Layer:
         del o_CND, lse
         n2 = self.tokens.gather(add_norm_(self.model, "mlp_norm", x_mid, x_CE, self.weights))
         save(x_mid=x_mid)
-        gate, up = self._projected_mlp_inputs(n2)
+        gate, up = self._mlp_inputs(n2)
         del n2
         save(up=up, **({} if gate is None else {"gate": gate}))
         return self._after_mlp(x_mid, gate, up), saved
@@ -178,7 +178,8 @@ class Layer:
             rest = self._after_attention(x_in[rows:], saved["o"][rows:])
             saved["x_mid"] = torch.cat([saved["x_mid"], rest])
         if "up" in cut:
-            gate, up = self._mlp_inputs(saved["x_mid"][cut["up"] :])
+            rest = saved["x_mid"][cut["up"] :]
+            gate, up = self._mlp_inputs(self._gathered_norm("mlp_norm", rest))
             saved["up"] = torch.cat([saved["up"], up])
             if gate is not None:
                 saved["gate"] = torch.cat([saved["gate"], gate])
@@ -215,7 +216,7 @@ class Layer:
         if "x_mid" not in saved:
             saved["x_mid"] = self._after_attention(saved["x_in"], saved["o"])
         if "up" not in saved:
-            gate, saved["up"] = self._mlp_inputs(saved["x_mid"])
+            gate, saved["up"] = self._mlp_inputs(self._gathered_norm("mlp_norm", saved["x_mid"]))
             if gate is not None:
                 saved["gate"] = gate
         return self._after_mlp(saved["x_mid"], saved.get("gate"), saved["up"])
@@ -274,11 +275,7 @@ class Layer:
         """Return ``x_mid`` without its norm, bitwise equal to that of :meth:`forward`."""
         return self._attention_output(o_CQ).add_(x_CE)
 
-    def _mlp_inputs(self, x_mid_CE: Tensor) -> tuple[Tensor | None, Tensor]:
-        n2 = self._gathered_norm("mlp_norm", x_mid_CE)
-        return self._projected_mlp_inputs(n2)
-
-    def _projected_mlp_inputs(self, n2_CE: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _mlp_inputs(self, n2_CE: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return (gate_CF, up_CF); gate_CF is None for an MLP without a gate."""
         up = self._linear("up", n2_CE)
         if not self.model.gated:

@@ -30,7 +30,6 @@ MASTER_DTYPE = torch.float32
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: large enough for fast copies, small enough that the copies of the first and
 the last bucket, which nothing overlaps, are short."""
-_SLOTS = UPDATE_SLOTS
 
 
 class OptimizerRows:
@@ -54,16 +53,6 @@ class OptimizerRows:
         shape = (self.layout.elements,)
         rows = self._memory.tensors(dict.fromkeys(("masters", *MOMENTS), shape), MASTER_DTYPE)
         self.masters, *self.moments = rows.values()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of masters and moments."""
-        return sum(row.nbytes for row in (self.masters, *self.moments))
-
-    @property
-    def decayed_elements(self) -> int:
-        """Number of elements of the decayed parameters, which come first in a row."""
-        return sum(prod(shape) for n, shape in self.layout.shapes.items() if is_decayed(n))
 
     def fill(self, masters: Mapping[str, Tensor]) -> None:
         """Copy masters of parameters, by global name, into the row of masters."""
@@ -134,7 +123,7 @@ class HostAdamW(MasterState):
     @property
     def row_bytes(self) -> int:
         """Bytes of masters and moments."""
-        return self._rows.size_bytes
+        return sum(row.nbytes for row in (self._rows.masters, *self._rows.moments))
 
     @property
     def bucket_bytes(self) -> int:
@@ -165,12 +154,12 @@ class HostAdamW(MasterState):
             if index + 1 < len(self._buckets):
                 coming = self._fetch(index + 1, flat)
             wait_for(here)
-            update.step([self._gradients[index % _SLOTS][: bucket.elements]], lr=lr)
-            if len(going) >= _SLOTS:
-                wait_for(going[-_SLOTS])  # its slot is reused for this bucket
+            update.step([self._gradients[index % UPDATE_SLOTS][: bucket.elements]], lr=lr)
+            if len(going) >= UPDATE_SLOTS:
+                wait_for(going[-UPDATE_SLOTS])  # its slot is reused for this bucket
             going.append(self._upload(index))
             self._rows.drop_pages()
-        for done in going[-_SLOTS:]:
+        for done in going[-UPDATE_SLOTS:]:
             wait_for(done)  # the next step, or load_state, reuses these slots
         self._steps += 1
 
@@ -186,7 +175,7 @@ class HostAdamW(MasterState):
 
     def _staging(self) -> tuple[Tensor, Tensor]:
         """Allocate staging slots, one per row, for the gradients and for the weights of buckets."""
-        shape = _SLOTS, max(bucket.elements for bucket in self._buckets)
+        shape = UPDATE_SLOTS, max(bucket.elements for bucket in self._buckets)
         dtype = next(iter(self._weights.values())).dtype
         behind_gradients = prod(shape) * MASTER_DTYPE.itemsize
         size_bytes = behind_gradients + prod(shape) * dtype.itemsize
@@ -196,7 +185,7 @@ class HostAdamW(MasterState):
 
     def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Event:
         """Start to copy the gradients of one bucket from the device to its slot."""
-        slot = self._gradients[index % _SLOTS]
+        slot = self._gradients[index % UPDATE_SLOTS]
         copies = [
             (slot[part.within], gradients[part.name][part.elements])
             for part in self._buckets[index].parts
@@ -205,7 +194,7 @@ class HostAdamW(MasterState):
 
     def _upload(self, index: int) -> Event:
         """Round one bucket's masters into its slot, and start to copy them to the weights."""
-        bucket, slot = self._buckets[index], self._weight_slots[index % _SLOTS]
+        bucket, slot = self._buckets[index], self._weight_slots[index % UPDATE_SLOTS]
         masters = self._rows.masters[bucket.begin : bucket.end]
         copies = []
         for part in bucket.parts:
@@ -224,7 +213,9 @@ class HostAdamW(MasterState):
 def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> list[_UpdateBucket]:
     """Cut the rows into buckets, each with or without weight decay."""
     assert bucket_elements > 0, "a bucket holds something"
-    decayed, total = rows.decayed_elements, rows.masters.numel()
+    shapes, total = rows.layout.shapes, rows.masters.numel()
+    # Decayed parameters come first in a row.
+    decayed = sum(prod(shape) for name, shape in shapes.items() if is_decayed(name))
     buckets: list[_UpdateBucket] = []
     for first, last, decay in ((0, decayed, weight_decay), (decayed, total, 0.0)):
         for begin in range(first, last, bucket_elements):

@@ -71,7 +71,8 @@ class ShardedState:
         bucket_bytes: int = REDUCE_BUCKET_BYTES,
     ) -> None:
         self._mesh, self._device, self._zero = mesh, device, zero
-        self.sharding = weight_sharding(model, mesh)
+        shards = (mesh.at.sequence, mesh.shape.sequence_parallel)
+        self.sharding = WeightSharding(model, *(() if mesh.shape.key_copies is None else shards))
         by_stage = {
             stage: self.sharding.shapes(layers)
             for stage, layers in pipeline.layers(model.num_layers).items()
@@ -311,13 +312,6 @@ class ShardedState:
             offsets=self.sharding.offsets(name),
             global_shape=self._whole_shapes[name],
         )
-
-
-def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
-    """Return the sharding of the model's parameters on this rank."""
-    if mesh.shape.key_copies is None:
-        return WeightSharding(model)
-    return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
 
 
 def _parameter(key: str) -> str | None:

@@ -115,9 +115,8 @@ class UlyssesAllToAll:
         if self.shard.repeats > 1:
             _, *shape = d_GckD.shape
             terms = d_GckD.reshape(-1, self.shard.repeats, *shape)
-            d_GckD = (
-                terms.float().sum(1).to(terms.dtype) if terms.dtype.itemsize < 4 else (terms.sum(1))
-            )
+            exact = terms.float() if terms.dtype.itemsize < 4 else terms
+            d_GckD = exact.sum(1).to(terms.dtype)
         return _join(d_GckD)
 
 

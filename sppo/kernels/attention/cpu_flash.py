@@ -58,7 +58,9 @@ class CpuFlash:
         precision; dq of a backward in parts of keys is fp32 or better.
         """
         q, k, v, mask = call.q, call.k, call.v, call.mask
-        if q.dtype in _HALF and not _multiplies(q, k):
+        multiple = backward_multiple(q.dtype)  # of tokens, for products in half precision
+        is_whole = multiple is not None and not (q.shape[2] % multiple or k.shape[2] % multiple)
+        if q.dtype in _HALF and not is_whole:
             do, q, k, v, o = (_cast(x) for x in (do, q, k, v, o))
             mask = None if mask is None else _cast(mask)
         parts = 1 if call.causal or mask is not None else _key_parts(q, k)
@@ -68,12 +70,6 @@ class CpuFlash:
             )
             return dq, dk, dv
         return _backward_in_parts(do, q, k, v, o, lse, scale=call.scale, parts=parts)
-
-
-def _multiplies(q: Tensor, k: Tensor) -> bool:
-    """Return whether backward multiplies the rows and keys of a block in half precision."""
-    multiple = backward_multiple(q.dtype)
-    return multiple is not None and not (q.shape[2] % multiple or k.shape[2] % multiple)
 
 
 def _cast(x: Tensor) -> Tensor:

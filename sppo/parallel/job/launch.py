@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from sppo.parallel.job.environment import child_environment, nccl_dump_prefix
@@ -162,7 +161,9 @@ class _Job:
 
     def __enter__(self) -> _Job:
         for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._on_signal)
+            self._previous[number] = signal.signal(
+                number, lambda number, _: self.asked.append(signal_name(number))
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,9 +214,6 @@ class _Job:
             time.sleep(_LOOK_EVERY_S)
         return tuple(_end_of(child) for child in self._children)
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.asked.append(signal_name(number))
-
     def _stop(self, since_s: float) -> bool:
         """Stop the other ranks ``since_s`` after a failure; return False to stop waiting."""
         if since_s > _GRACE_S + _TERMINATE_S + _GIVE_UP_S:
@@ -249,7 +247,7 @@ class _Job:
 
     def _first_failure_s(self) -> float | None:
         failed = [child.ended_s for child in self._children if child.process.returncode]
-        return min((when for when in failed if when is not None), default=None)
+        return min(filter(None, failed), default=None)
 
 
 def _end_of(child: _Child) -> RankEnd:
