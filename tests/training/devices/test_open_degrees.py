@@ -9,6 +9,7 @@ from rich.console import Console
 import sppo
 from sppo.config import load_run
 from sppo.hardware import this_machine
+from sppo.planning.search.choices import Degrees
 from sppo.training import input_checks, start
 from sppo.training.devices import device as devices
 from sppo.training.devices.cuda_device import CudaDevice
@@ -54,7 +55,8 @@ def test_they_are_those_of_solve_for_this_machine(gpus, written):
     found, plan = chosen(run), sppo.solve(run)
     assert not found.keys() & written.keys()
     assert {**found, **written} == degrees_of(plan)
-    assert degrees_of(plan) == degrees_of(sppo.estimate(run).whole.parallel)
+    degrees = sppo.estimate(run).evaluated.degrees
+    assert degrees == Degrees(*degrees_of(plan).values())
 
 
 def test_what_only_one_rank_rules_out_may_be_asked_for(work, gpus):
