@@ -171,7 +171,7 @@ def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: b
     """Return the largest sum of values over stages that are on a rank's device at once, [ranks].
 
     `RESIDENT_STAGES` stages are on the device at once: see
-    :mod:`sppo.schedule.transfers.state_streaming`.
+    :mod:`sppo.schedule.transfers.copies`.
 
     Args:
         candidate: Candidate that the stages belong to.

@@ -2,7 +2,7 @@
 
 The program fetches weights in the order of their use, and the weights of the two stages fetched
 last are on the device, or being copied. The program also says when the sums of a stage leave, and
-when they return for a later phase of the stage (:mod:`sppo.schedule.transfers.state_streaming`). At
+when they return for a later phase of the stage (:mod:`sppo.schedule.transfers.copies`). At
 the end of a step all sums have left, or are being copied.
 """
 
