@@ -131,6 +131,20 @@ def test_a_variable_that_is_no_command_is_said(places, monkeypatch):
     )
 
 
+def test_a_failure_without_space_to_note_it_is_tried_again(places, tmp_path, monkeypatch):
+    broken = fake_compiler(tmp_path / "c++", "echo 'error: no space' >&2; exit 1")
+    monkeypatch.setenv("CXX", str(broken))
+
+    def full(path, text):
+        path.touch()
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    for _ in range(2):
+        assert built() == f"not built: {broken} failed: error: no space"
+    assert calls(broken) == 2
+
+
 @pytest.mark.parametrize("compiler", [True, *exhaustive(False)])
 def test_an_installation_brings_the_library_or_its_sources(tmp_path, compiler):
     """The step of setup.py that pip runs, on a copy, for a package outside a clone."""

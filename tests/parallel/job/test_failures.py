@@ -1,4 +1,6 @@
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -76,6 +78,17 @@ def test_a_record_comes_back(path):
     assert note.place() == "step 3, action 8 of 40 (0F3)"
 
 
+def test_long_messages_are_cut(path):
+    progress = RankProgress(path)
+    progress.note(step=0, position=0, action="é", num_actions=1)
+    progress.state("failed", message="m\n" * 5000)
+    note = read_progress(path)
+    assert note.action == "é"
+    assert set(note.message) == {"m", "\n"}
+    progress.state("done")
+    assert read_progress(path).message == ""
+
+
 def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     progress = RankProgress(None)
@@ -90,6 +103,31 @@ def test_no_file_and_half_a_file_are_no_record(path):
     assert read_progress(path) is None
     path.write_bytes(bytes(1 << 16))
     assert read_progress(path) is None
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from sppo.parallel.job.flight_record import RankProgress
+
+progress = RankProgress(Path(sys.argv[1]))
+for number in range(10**9):
+    progress.note(step=number, position=number, action=str(number % 10) * 40, num_actions=number)
+    print(number, flush=True)
+    time.sleep(0.001)
+"""
+
+
+def test_the_last_record_survives_a_kill(path):
+    words = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
+        for _ in range(10):
+            seen = int(writer.stdout.readline())
+        writer.kill()
+    last = read_progress(path)
+    assert last.step >= seen
+    assert last.position == last.num_actions == last.step
+    assert last.action == str(last.step % 10) * 40
 
 
 @pytest.mark.parametrize(

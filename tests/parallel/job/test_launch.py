@@ -128,6 +128,21 @@ def test_a_signal_reaches_every_rank_once(run, tmp_path, number):
         assert (tmp_path / f"came{rank}").read_text() == str(int(number))
 
 
+@pytest.mark.exhaustive
+def test_ctrl_c_in_a_terminal_reaches_every_rank_once(script, tmp_path):
+    """It goes to the whole foreground group, to which the ranks do not belong."""
+    job = start_job(script(COUNTS_SIGNALS), start_new_session=True)
+    try:
+        wait_for(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+        os.killpg(job.pid, signal.SIGINT)
+        assert job.wait(30) == 0
+    finally:
+        job.kill()
+        job.wait()
+    for rank in range(2):
+        assert (tmp_path / f"came{rank}").read_text() == str(int(signal.SIGINT))
+
+
 def test_a_second_signal_kills(run, tmp_path, capfd):
     code = """
 import signal

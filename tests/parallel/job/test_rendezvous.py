@@ -50,6 +50,24 @@ def place_at(port, **changes):
     return replace(place, **changes)
 
 
+@pytest.mark.exhaustive
+def test_ranks_meet_compute_and_part(run, tmp_path):
+    """Where rank 0 serves their meeting place, as under srun, and not the launcher."""
+    code = f"""
+from dataclasses import replace
+place = replace(place, store_is_hosted=False, master_port={free_port()})
+connected()
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+disconnect()
+disconnect()
+Path(f"total{{rank}}").write_text(f"{{total.item()}} {{os.environ['GLOO_SOCKET_IFNAME']}}")
+"""
+    assert run(CONNECTED + code, num_ranks=2) == 0
+    for rank in range(2):
+        assert (tmp_path / f"total{rank}").read_text() == "3.0 lo"
+
+
 def test_facts_that_some_ranks_lack_differ():
     report = difference_report([{"a": "1"}, {"a": "1", "b": "2"}, {"a": "1", "b": "2"}])
     assert report.splitlines()[1:-1] == ["  b: nothing on rank 0, 2 on ranks 1, 2"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import psutil
 import pytest
@@ -51,6 +53,12 @@ def test_signals_that_stop_a_run_do_not_end_it(worker):
     assert answer(worker, os.getpid) == worker.pid
 
 
+def test_threads_of_the_pool_take_no_signals(worker):
+    """They start while signals are held back, and leave them to the main thread."""
+    answer(worker, os.getpid)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
 def test_a_killed_process_is_named_and_another_one_starts(worker):
     first = answer(worker, os.getpid)
     call = worker.submit(time.sleep, TIMEOUT_S)
@@ -63,6 +71,11 @@ def test_a_killed_process_is_named_and_another_one_starts(worker):
     assert answer(worker, os.getpid) not in (first, os.getpid())
 
 
+def test_an_exit_is_told_with_its_code(worker):
+    with pytest.raises(WorkerLostError, match="ended with exit code 3"):
+        answer(worker, os._exit, 3)
+
+
 def test_a_call_that_takes_too_long_goes_on_until_it_is_closed(worker):
     call = worker.submit(time.sleep, 10 * TIMEOUT_S)
     with pytest.raises(TimeoutError):
@@ -71,6 +84,25 @@ def test_a_call_that_takes_too_long_goes_on_until_it_is_closed(worker):
     worker.close()
     assert not process.is_running()
     assert worker.pid is None
+
+
+def test_a_daemonic_process_starts_none(worker):
+    daemonic = mock.Mock(daemon=True)
+    with (
+        mock.patch.object(multiprocessing, "current_process", return_value=daemonic),
+        pytest.raises(WorkerLostError, match="daemonic"),
+    ):
+        worker.submit(os.getpid)
+
+
+def test_no_room_for_its_queues(worker):
+    with (
+        mock.patch(
+            "sppo.parallel.job.worker_process.ProcessPoolExecutor", side_effect=OSError(28, "")
+        ),
+        pytest.raises(WorkerLostError, match="cannot be started"),
+    ):
+        worker.submit(os.getpid)
 
 
 SCRIPT = """
