@@ -1,9 +1,11 @@
 """File tier: bytes of any range come back, an orderly end, and clear errors of faulty disks."""
 
 import errno
+import gc
 import mmap
 import os
 import threading
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -224,6 +226,25 @@ def test_a_disk_that_moves_nothing_is_faulty(opened, disk):
     for start in (tier.write, tier.read):
         with pytest.raises(OSError, match="the disk is faulty"):
             wait_for(start(0, some_bytes(MIB)))
+
+
+def test_an_array_lives_until_its_transfer_is_done(opened, disk):
+    gate = Gate()
+    disk(gate)
+    tier, array = opened(), some_bytes(MIB)
+    alive = weakref.ref(array)
+    asked = tier.write(0, array)
+    del array
+    gc.collect()
+    assert alive() is not None
+    gate.open.set()
+    wait_for(asked)
+    back = some_bytes(MIB, seed=1)
+    wait_for(tier.read(0, back))
+    assert np.array_equal(back, some_bytes(MIB))
+    del asked
+    gc.collect()
+    assert alive() is None
 
 
 def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path, monkeypatch):
