@@ -139,6 +139,16 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
         assert part in message, message
 
 
+def test_damaged_checkpoints_are_all_named(tmp_path, caplog):
+    _saved(tmp_path, 1, 2, 3)
+    for step in (2, 3):
+        truncate(tmp_path / "checkpoints" / f"step_{step:06d}" / "__0_0.distcp")
+    _assert_holds(_manager(tmp_path), step=1)
+    third, second = _warnings(caplog)
+    assert "step_000003" in third
+    assert "step_000002" in second
+
+
 def test_a_run_passes_a_damaged_checkpoint_and_replaces_it(tmp_path):
     _saved(tmp_path, 10, 12, 14, keep=3)
     for step in (12, 14):

@@ -57,6 +57,12 @@ def test_any_number_of_ranks_loads_what_four_have_saved(ranks, saved, size):
     assert sum(compared) >= 10 * len(LAYOUTS) * len(wanted)
 
 
+def test_several_ranks_load_what_one_has_saved(ranks, tmp_path):
+    ranks(work.save, str(tmp_path), "whole", 3, size=0)
+    for layout in ("rows", "grid"):
+        assert ranks(work.load_newest, str(tmp_path), layout, size=3) == [3, 3, 3]
+
+
 def test_blocks_may_be_views_into_larger_tensors(ranks, saved):
     ranks(work.load_views, str(saved / "grid"), size=3)
 

@@ -1,5 +1,9 @@
 """Decisions that the ranks of a run make together."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from sppo.config import load_run
@@ -64,3 +68,23 @@ def test_a_fingerprint_of_a_large_file(tmp_path):
     assert fingerprint(file) == before
     file.write_bytes(bytes((1 << 20) - 1) + b"x")
     assert fingerprint(file) != before
+
+
+@pytest.mark.exhaustive
+def test_what_rank_0_refuses_for_all_is_told_once(work, run_file):
+    """Found on the ranks, which know of memory and tiers, and before anything is made."""
+    run_file(model={"num_layers": 2})
+    words = ["parallel.pipeline_parallel_degree=2", "activations.policy=offload_all"]
+    others = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "sppo", "train", "run.yaml", *words],
+        cwd=work,
+        env={**others, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: activations.policy 'offload_all' offloads")
+    assert len(done.stdout.splitlines()) == 1, "the ranks are announced, and nothing else"
+    assert not (work / "out").exists()

@@ -70,6 +70,10 @@ RUNS = {
         [((1, 1, 2), {**STATE, **ZERO_3, "parallel.virtual_stages": 3})],
     ),
     "other degrees": ("sequences", [((2, 2, 1), {}), ((1, 3, 1), {}), ((1, 1, 2), MEGATRON)]),
+    "weights that come to be shared out": (
+        "sequences",
+        [(ONE, {}), ((1, 1, 2), {}), ((1, 2, 2), MEGATRON)],
+    ),
     # A process that is alone has nothing to gather from, and keeps whole weights.
     "all shared out, then one rank": ("sequences", [((2, 1, 1), ZERO_3), (ONE, ZERO_3)]),
     "samples by tokens, other degrees": (
@@ -79,6 +83,7 @@ RUNS = {
 }
 """By name: what a run is compared with, and its degrees and overrides, one part after another."""
 SELDOM = (
+    "weights that come to be shared out",
     "all shared out, then one rank",
     "no labels",
 )
@@ -101,6 +106,7 @@ def train_as(rank, directory, arguments):
     """One rank of a run, in the rank pool; what it wrote is in the run's directory."""
     checked, outcome = train_rank(rank, directory, arguments)
     last = outcome.timelines
+    assert (last is None) == (rank > 0), "rank 0 has the executed timeline"
     if last is not None and checked.job.run.data.samples == "stream":
         digests = {timeline.schedule.digest() for timeline in (last.planned, last.measured)}
         assert digests == {checked.plan.program_digest}, "planned, simulated and executed are one"

@@ -15,6 +15,7 @@ from sppo.config import load_run
 from sppo.training.devices.cpu_device import CpuDevice
 from tests.conftest import write_run, write_tokens
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
+from tests.tiers import exhaustive
 from tests.training.jobs import losses, records, summary, train_alone
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
@@ -54,7 +55,12 @@ ON_GPU = {
         "activations.tier": "disk",
     },
 }
-RUNS = {**ON_CPU, **ON_GPU}
+SELDOM = {
+    "gradients on a disk": {**DISK, **STAGES, **state("disk", "gradients")},
+    "weights on a disk": {**DISK, **STAGES, **state("disk", "weights")},
+}
+"""Those that are left to the exhaustive tier."""
+RUNS = {**ON_CPU, **ON_GPU, **SELDOM}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def assert_same_model(one, other):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*ON_CPU, *ON_GPU, *exhaustive(*SELDOM)])
 def test_training_is_that_of_keeping_everything(kept, monkeypatch, name):
     on_gpu = name.startswith("gpu")
     plain = kept("fp32" if "ratio" in name or "recomputed" in name else "bf16")
