@@ -7,10 +7,14 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from sppo.activations.tensor_classes import class_bytes_per_token
 from sppo.bench import disk
 from sppo.bench.copies import CopyMeasurements, CopyPoint, busy_rates, measure_point
 from sppo.bench.hardware_description import describe
 from sppo.cli.bench_tables import copies_screen
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import copy_bytes_per_s, stage_seconds
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk.disk_room import DiskRoom
@@ -101,30 +105,48 @@ def test_a_description_has_the_rates_with_both_directions_busy():
     assert node.disk_bytes == PRESETS["h100"].node.disk_bytes
 
 
-def plan_with(hardware, directory, policy):
-    """A plan of a run whose activations may go to a large disk."""
-    run = run_config(
+LARGE_DISK = {"available_bytes": 1 << 40, "disk_bytes": 1 << 34}
+
+
+def offloading(directory, policy):
+    """A run whose activations may go to a disk."""
+    return run_config(
         "tiny",
         length=16384,
         sequence={"num_subsequences": 8},
         activations={"policy": policy, "disk": str(directory)},
     )
-    return plan_run(run, hardware=hardware, available_bytes=1 << 40, disk_bytes=1 << 34)
 
 
-def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path):
-    """How much that is: tests/activations/test_placement.py."""
-    moved = []
-    for speed in (1, 8):
-        planned = replace(SLOW, out_bytes_per_s=speed * 3e6, back_bytes_per_s=speed * 4e6)
-        found = replace(DISK, points=(planned,), planned=planned)
-        path = tmp_path / "hardware.json"
-        described = describe(LAPTOP, replace(NOTHING, copies=(found,)))
-        path.write_text(json.dumps(hardware_json(described)))
-        plan = plan_with(read_hardware(path), tmp_path, "sppo")
-        assert plan.hardware.node.disk_write_bytes_per_s == speed * 3e6
-        moved.append(plan.predicted.disk_peak_bytes)
-    assert moved[1] == pytest.approx(8 * moved[0], rel=0.2)
+@pytest.mark.parametrize("speed", [1, 8])
+def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path, speed):
+    """alpha_i A_i = rate x T_(i+1), in whole classes but one that is cut at 128 rows."""
+    planned = replace(SLOW, out_bytes_per_s=speed * 3e6, back_bytes_per_s=speed * 4e6)
+    found = replace(DISK, points=(planned,), planned=planned)
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(hardware_json(describe(LAPTOP, replace(NOTHING, copies=(found,))))))
+    run = offloading(tmp_path, "sppo")
+    plan = plan_run(run, hardware=read_hardware(path), **LARGE_DISK)
+    assert plan.hardware.node.disk_write_bytes_per_s == speed * 3e6
+    row_bytes = class_bytes_per_token(run.model, element_bytes=2) * run.model.num_layers
+    (stage,) = plan.stages
+    moved = [float(np.array(part.offloaded) @ row_bytes) for part in stage.subsequences]
+    assert moved[-1] == 0
+    hides = hideable_bytes(plan, run)
+    for index, size in enumerate(moved[:-1]):
+        most = min(hides[index], plan.lengths[index] * row_bytes.sum())
+        assert most - 128 * row_bytes.max() <= size <= most, index
+    assert 0 < sum(moved) < sum(plan.lengths) * row_bytes.sum()
+
+
+def hideable_bytes(plan, run):
+    """Out behind the next forward and back behind the next backward, by the planner's prices."""
+    workload = Workload(run.model, plan.hardware, dtype=run.train.dtype)
+    candidate = Candidate(workload, plan.lengths)
+    units = stage_seconds(candidate)
+    out, back = copy_bytes_per_s(candidate)
+    forward, backward = units.forward[0, 1:], (units.backward + units.weight)[0, 1:]
+    return np.minimum(forward * out, backward * back)
 
 
 def test_plans_count_what_copies_cost_the_compute(tmp_path):
@@ -132,7 +154,8 @@ def test_plans_count_what_copies_cost_the_compute(tmp_path):
     steps = []
     for cost in (0.0, 1e-9):
         node = replace(LAPTOP.node, copy_compute_s_per_byte=cost)
-        plan = plan_with(replace(LAPTOP, node=node), tmp_path, "offload_all")
+        run = offloading(tmp_path, "offload_all")
+        plan = plan_run(run, hardware=replace(LAPTOP, node=node), **LARGE_DISK)
         steps.append(plan.predicted.step_s)
     moved = plan.predicted.disk_peak_bytes
     assert steps[1] - steps[0] == pytest.approx(2e-9 * moved, rel=0.05)
