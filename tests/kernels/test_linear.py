@@ -49,6 +49,16 @@ def test_many_small_bf16_gradients_are_not_lost():
     assert total.item() == 2.0
 
 
+def test_columns_between_others_are_read_where_they_lie():
+    """As the heads of a projection that ranks share."""
+    total, dy, x = operands(40, 30, 11, dtype=torch.bfloat16)
+    whole = total.clone()
+    accumulate_weight_gradient(whole, dy, x)
+    for rows in (slice(0, 7), slice(7, 30)):
+        accumulate_weight_gradient(total[rows], dy[:, rows], x)
+    torch.testing.assert_close(total, whole, rtol=0, atol=0.02)
+
+
 def test_the_product_of_a_large_weight_is_never_whole():
     """A projection of 64 MiB in bf16: a tile of the product, its cast, and what oneDNN takes."""
     dy, x = (torch.zeros(8, width, dtype=torch.bfloat16) for width in (32_768, 1024))

@@ -6,19 +6,23 @@ rounding of the result may cost; the kernel rounds its weights too. Random input
 forward and 1.1 u backward in relative Frobenius norm; the bounds are 1 u and 2 u.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sppo.kernels.attention import cpu_flash
+from sppo.kernels.attention import block_attention, cpu_flash
+from sppo.kernels.attention import blocks as attention_blocks
 from sppo.kernels.attention.block_attention import BlockAttention
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import KERNELS
 from sppo.units import MIB
 from tests.kernels.allocations import allocated_bytes, peak_bytes
-from tests.kernels.attention.reference import Definition, computed, exactly
-from tests.tiers import default_of
+from tests.kernels.attention.reference import Definition, computed, exactly, spans
+from tests.tiers import default_of, examples
 
 BF16_ROUNDOFF = 2.0**-8
 FLASH = KERNELS["cpu_flash"]
@@ -53,6 +57,33 @@ def assert_within_rounding(call, do):
     for name, value in exact.items():
         error = float((ours[name].double() - value).norm() / value.norm())
         assert error <= bounds.get(name, 2 * BF16_ROUNDOFF), f"{name}: {error:.2e}"
+
+
+@st.composite
+def cases(draw):
+    span = draw(spans(60))
+    queries, keys = span.pop("num_queries"), span.pop("num_keys")
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 8))
+    call, do = problem(
+        *(queries, keys, heads, kv_heads, draw(st.sampled_from((2, 6, 10, 32)))),
+        seed=draw(st.integers(0, 1000)),
+        scale=draw(st.sampled_from((0.0, 1.0, 30.0))),
+        **span,
+    )
+    return replace(call, scale=draw(st.none() | st.just(0.3))), do
+
+
+@settings(deadline=None, max_examples=examples(30, all=70))
+@given(cases(), *[st.integers(1, 40)] * 3)
+def test_any_span_equals_its_definition(case, causal, band, full):
+    limits = {"MAX_CAUSAL_TOKENS": causal, "BAND_TILE_TOKENS": band, "MAX_FULL_KEYS": full}
+    uncached = attention_blocks.attention_blocks.__wrapped__
+    with (
+        mock.patch.multiple(attention_blocks, **limits),
+        mock.patch.object(block_attention, "attention_blocks", uncached),
+    ):
+        assert_exact_in_float64(*case)
 
 
 ROUNDED = {

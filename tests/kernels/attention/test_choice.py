@@ -9,7 +9,8 @@ import torch
 from sppo.kernels.attention import choice as attention_choice
 from sppo.kernels.attention import interface
 from sppo.kernels.attention.block_attention import BlockAttention
-from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, chosen_name, why_not
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import CAPABILITIES, KERNELS, AttentionCase, chosen_name, why_not
 from sppo.kernels.attention.torch_blocks import TorchBlocks
 from tests.kernels.attention.reference import Definition
 from tests.tiers import each_once
@@ -140,6 +141,20 @@ def test_blocks_of_one_token_are_told(queries, keys, documents, single):
     assert interface.may_have_single_tokens(queries, keys, documents) == single
 
 
+@pytest.mark.parametrize(
+    ("documents", "chosen"),
+    [((0, 1000, 4000), "cudnn"), ((0, 1000, 5000), "cudnn"), ((0, 1000, 6000), "torch_flash")],
+)
+def test_cudnn_computes_spans_inside_one_document(gpu, monkeypatch, documents, chosen):
+    """Documents that ended before the span do not matter."""
+    monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
+    q = torch.empty(3000, 4, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(8000, 1, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: GPU), raising=False)
+    call = AttentionCall(q, k, k, document_starts=documents)
+    assert interface.kernel_of(call) is KERNELS[chosen]
+
+
 class ForgetsAKey(TorchBlocks):
     """A package with an off-by-one."""
 
@@ -184,6 +199,14 @@ def test_the_small_case_finds_what_is_wrong(monkeypatch, dtype, window):
     assert found(BlockAttention(Raises())) == (
         "fails on a small case with TypeError: forward() got an unexpected keyword"
     )
+
+
+def test_the_small_case_leaves_the_random_numbers_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    attention_choice.error_on_a_small_case("torch_blocks", case("cpu", head_size=16))
+    assert torch.equal(torch.rand(2), expected)
 
 
 def test_a_package_that_fails_to_import_is_not_installed(tmp_path, monkeypatch):
