@@ -6,7 +6,9 @@ by name. A build of torch without CUDA has no runtime, NCCL and CUDA kernels to 
 """
 
 import inspect
+import re
 from datetime import timedelta
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed
 
+SOURCES = sorted((Path(__file__).parents[2] / "sppo").rglob("*.py"))
 of_cuda_builds = pytest.mark.skipif(
     torch.version.cuda is None, reason="torch is built without CUDA"
 )
@@ -201,3 +204,11 @@ def test_shapes_of_log_sum_exps():
     assert tuple(lse.shape) == (1, 4, 16)
     lse = flash(q[0], q[0], q[0], starts, starts, 9, 9, 0.0, True, False)[1]
     assert tuple(lse.shape) == (4, 16)
+
+
+def test_every_operator_of_the_sources_is_compared():
+    schemas = (*CUDA_OPERATORS, *CPU_OPERATORS)
+    operators = {name_of(schema).partition(".")[0] for schema in schemas}
+    for path in SOURCES:
+        called = set(re.findall(r"torch\.(?:ops\.aten\.|(?=_foreach_))(\w+)", path.read_text()))
+        assert called <= operators, f"{path}: add {called - operators} to the operators"
