@@ -11,7 +11,7 @@ import pytest
 from sppo.optim.host_adamw import HostAdamW
 from tests.dry_run.cases import CASES, planned
 from tests.dry_run.orderings import OrderingCheck
-from tests.dry_run.streams import Wait
+from tests.dry_run.streams import Wait, Worker
 from tests.dry_run.traced_step import trace_step
 from tests.tiers import default_of
 
@@ -92,3 +92,35 @@ def test_a_lost_wait_of_each_kind_is_found(kind):
 def is_implied(wait: Wait, name: str) -> bool:
     found = (name, wait.worker, wait.awaited)
     return any(all(map(fnmatchcase, found, patterns)) for patterns in IMPLIED)
+
+
+class TestOrderingCheck:
+    def setup_method(self):
+        self.check, self.one, self.two = OrderingCheck(), Worker("one"), Worker("two")
+
+    def touch(self, worker, *, writes=False, key=7):
+        self.check.touch(key, (0, 4), worker=worker, work=worker.work(), writes=writes, what="work")
+
+    @property
+    def found(self):
+        return self.check.unordered.total()
+
+    @pytest.mark.parametrize("waits", [False, True])
+    def test_memory_is_handed_out_behind_what_its_stream_still_does(self, waits):
+        self.touch(self.one)
+        self.check.handed_out(8, 4, self.one)
+        if waits:
+            self.two.learn(self.one.clock)
+        self.touch(self.two, writes=True, key=8)
+        assert self.found == (not waits)
+
+    def test_freed_memory_is_written_next(self):
+        self.touch(self.two)
+        self.check.freed(7, self.one)
+        assert self.found == 1
+
+    def test_memory_that_is_used_again_begins_anew(self):
+        self.touch(self.one, writes=True)
+        self.check.freed(7, self.one)
+        self.touch(self.two, writes=True)
+        assert self.found == 0
