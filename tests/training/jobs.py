@@ -74,14 +74,18 @@ def train_rank(rank, directory, arguments=(), *, device=None, reports=False):
 
 
 def execute_step(rank, run, plan):
-    """Compute the gradients of one step of a plan as one of its ranks, which may be emulated."""
+    """Compute the gradients of one step of a plan as one of its ranks, which may be emulated.
+
+    Returns its place in the pipeline, and the actions that it executed.
+    """
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
         job = job_of_rank(run, rank) if mesh_shape(run).num_ranks > 1 else job_alone(run)
         tokens = torch.arange(run.sequence.length + 1) % run.model.vocab_size
         data = [SequenceData(tokens[:-1], tokens[1:])] * plan.sequences
         with contextlib.closing(build_state(job, plan)) as state:
-            state.engine.accumulate(data, [plan.boundaries] * plan.sequences)
+            done = state.engine.accumulate(data, [plan.boundaries] * plan.sequences)
+        return job.mesh.at.pipeline, tuple(executed.action for executed in done.trace)
 
 
 def evaluate_initial(run, *, device=None, most=None, on_sequence=lambda done, total: None):
