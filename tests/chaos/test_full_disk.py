@@ -82,6 +82,7 @@ def assert_whole(directory, files, *, complete=False):
     assert not [path for path in directory.rglob("*") if ".partial" in path.name]
     for path in directory.rglob("*"):
         if path.suffix in (".json", ".jsonl") and (text := path.read_text()) != OLD:
+            assert not text or path.suffix == ".json" or text.endswith("\n")
             for document in [text] if path.suffix == ".json" else text.splitlines():
                 json.loads(document)
         if path.suffix == ".png" and path.read_bytes() != OLD.encode():

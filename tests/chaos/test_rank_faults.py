@@ -155,6 +155,18 @@ def stopped(directory: Path, dice: random.Random) -> str:
     return job.end().problem([1], f"rank {rank} of 2 did not answer", "timed out")
 
 
+def slow(directory: Path, dice: random.Random) -> str:
+    """Stop a rank for less than the timeout: the run must succeed."""
+    job = Job(directory, "train.steps=12")
+    if not job.wait_for_steps(2):
+        return f"it did not train: {job.end()}"
+    rank = job.rank(dice.randrange(2))
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(TIMEOUT_S / 4)
+    os.kill(rank, signal.SIGCONT)
+    return job.end().problem([0])
+
+
 def asked(directory: Path, dice: random.Random) -> str:
     """Send SIGTERM or SIGINT after the command has started, during its start-up or a step."""
     number = dice.choice([signal.SIGTERM, signal.SIGINT])
@@ -166,7 +178,7 @@ def asked(directory: Path, dice: random.Random) -> str:
 
 
 FAULTS: Mapping[str, Callable[[Path, random.Random], str]] = {
-    fault.__name__: fault for fault in (killed, stopped, asked)
+    fault.__name__: fault for fault in (killed, stopped, slow, asked)
 }
 
 
