@@ -25,8 +25,8 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.schedule.timeline import Timeline
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.executed_step import executed_timeline
 from sppo.training.job import Job
+from sppo.training.records.executed_step import executed_timeline
 from sppo.training.state import build_state
 from sppo.training.warm_up import warm_up
 

@@ -34,9 +34,9 @@ from sppo.report.run_summary import (
     write_summary,
 )
 from sppo.training.attention_in_use import attention_text
-from sppo.training.executed_step import StepTimelines
 from sppo.training.preflight import CheckedRun
-from sppo.training.records import TrainingOutcome, predicted_and_measured
+from sppo.training.records.executed_step import StepTimelines
+from sppo.training.records.outcome import TrainingOutcome, predicted_and_measured
 from sppo.training.run_directory import (
     LOSS_PLOT,
     RESULT_FILES,

@@ -37,7 +37,7 @@ from sppo.training.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
-    from sppo.training.records import TrainingOutcome
+    from sppo.training.records.outcome import TrainingOutcome
 
 
 @dataclass(frozen=True, slots=True)

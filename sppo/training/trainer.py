@@ -19,10 +19,11 @@ from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action
-from sppo.training.executed_step import step_timelines
 from sppo.training.interruption import Interrupted, NonFiniteError, StopRequest
 from sppo.training.preflight import CheckedRun
-from sppo.training.records import Baseline, StepRecords, TrainingOutcome
+from sppo.training.records.executed_step import step_timelines
+from sppo.training.records.outcome import Baseline, TrainingOutcome
+from sppo.training.records.step_records import StepRecords
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps

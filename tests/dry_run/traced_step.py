@@ -24,7 +24,7 @@ from sppo.planning.elastic.step_planner import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.cuda_device import CudaDevice
 from sppo.training.job import Job, mesh_shape
-from sppo.training.records import MeasuredBuckets, predicted_and_measured
+from sppo.training.records.outcome import MeasuredBuckets, predicted_and_measured
 from sppo.training.state import build_state
 from sppo.training.step import StepInput, run_step
 from tests.dry_run.communication import FakeHostCollectives

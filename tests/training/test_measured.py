@@ -9,7 +9,7 @@ from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks
 from sppo.kernels.native.process_memory import file_bytes, resident_bytes
 from sppo.training.devices.cpu_device import PoolUse
-from sppo.training.records import MeasuredBuckets, predicted_and_measured
+from sppo.training.records.outcome import MeasuredBuckets, predicted_and_measured
 
 PLANNED = MemoryBuckets(
     weights_bytes=10,

@@ -3,7 +3,7 @@
 import pytest
 
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
-from sppo.training.records import predicted_and_measured
+from sppo.training.records.outcome import predicted_and_measured
 from tests.conftest import write_run, write_tokens
 from tests.tiers import each_once
 from tests.training.jobs import train_rank

@@ -1,0 +1,1 @@
+"""What is kept of a run: its steps, the last one as executed, and the outcome."""
