@@ -120,9 +120,11 @@ def test_what_is_listed_pays_as_much_as_it_says(run_and_key):
     found = {improvement.change.partition("=")[0]: improvement for improvement in listed}
     improvement = found[key]
     assert improvement.gain >= WORTH_IT
-    gained = rate(load_run(run, improvement.change.split())) / rate(run)
+    changed = load_run(run, improvement.change.split())
+    gained = rate(changed) / rate(run)
     # The full answer may trade 1 % of the time for host memory.
-    assert improvement.gain == pytest.approx(gained, rel=0.01)
+    trades = solved(changed).best.node_host_bytes < improvement.best.node_host_bytes
+    assert improvement.gain * (0.99 if trades else 1 - 1e-9) <= gained <= improvement.gain * 1.1
 
 
 def test_a_good_answer_has_none():

@@ -57,6 +57,19 @@ def test_no_more_is_recomputed_than_must_be():
     assert stage.subsequences[0].recomputed == (0, 0, less.lengths[0])
 
 
+@pytest.mark.parametrize("num_subsequences", [8, "auto"])
+def test_less_memory_is_never_faster(num_subsequences):
+    least, most = (peak_bytes(policy) for policy in ("recompute", "retain"))
+    run = run_config(num_subsequences=num_subsequences)
+    steps = [
+        plan(run, available_bytes=int((least + share * (most - least)) / USABLE_FRACTION) + 5)
+        for share in (0, 0.2, 0.4, 0.6, 0.8, 1)
+    ]
+    seconds = [each.predicted.step_s for each in steps]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
 def test_state_leaves_a_cpu_by_itself_and_a_refusal_names_the_key():
     run = run_config()
     free = int(peak_bytes("recompute") / USABLE_FRACTION) - 12 * MIB
