@@ -93,7 +93,7 @@ class Engine:
     Args:
         model: Model configuration.
         weights: All parameters of this rank's stages by global name, in the compute dtype, or a
-            provider of them.
+            provider of them. Entries may be replaced between steps, by tensors like them.
         gradients: Buffers by global name to add gradients to, fp32 (fp64 for fp64), or a provider
             of them; None for evaluation only.
         policy: Activation policy, see :mod:`sppo.activations.policy`; ignored if `pipeline` has

@@ -9,6 +9,7 @@ from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
+from sppo.model.gradients import zero_gradients
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -56,6 +57,20 @@ def test_evaluation_gives_the_loss_of_each_token():
     assert torch.all((losses_S == 0) == (data.labels_S == -100))
     assert float(losses_S.sum() / data.num_valid) == pytest.approx(float(loss), rel=1e-14)
     assert_idle(evaluator)
+
+
+def test_tensors_that_are_replaced_between_steps_are_the_ones_used():
+    model, data = tiny_model(), random_sequence(tiny_model(), 17)
+    weights = random_weights(model)
+    gradients = zero_gradients(weights)
+    engine = Engine(model, weights=weights, gradients=gradients)
+    first = engine.accumulate([data], [CUTS]).total_loss
+    once = {name: gradient.clone() for name, gradient in gradients.items()}
+    gradients.update(zero_gradients(weights))
+    assert engine.accumulate([data], [CUTS]).total_loss == first
+    assert all(torch.equal(once[name], gradient) for name, gradient in gradients.items())
+    weights.update({name: torch.zeros_like(weight) for name, weight in weights.items()})
+    assert engine.accumulate([data], [CUTS]).total_loss != first
 
 
 def test_an_engine_without_gradients_refuses_to_train():

@@ -49,7 +49,9 @@ class PartRows(Mapping[str, Tensor]):
         self._keys = {name: key for key, layout in layouts.items() for name in layout.shapes}
         self._names = names_by_part(self._keys)
         stay = [] if self._streamed is not None else [k for k in layouts if k not in groups]
-        self._resident = {n: v for key in stay for n, v in layouts[key].views(rows[key]).items()}
+        self._resident: Mapping[str, Tensor] = {
+            name: view for key in stay for name, view in layouts[key].views(rows[key]).items()
+        }
         """Parameters that are whole all the time: a view costs the host some microseconds."""
         sharded = {part: self._sharded_keys(part) for part in self._names}
         self.part_bytes = {
@@ -65,9 +67,14 @@ class PartRows(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> PartRows:
-        """Return contiguous parameters that stay on the device, each with a row of its own."""
+        """Return contiguous parameters that stay on the device, each with a row of its own.
+
+        Every use looks them up in ``parameters``, whose entries may be replaced between steps.
+        """
         layouts = {name: FlatRow({name: tuple(p.shape)}) for name, p in parameters.items()}
-        return cls({name: p.view(-1) for name, p in parameters.items()}, layouts, {})
+        found = cls({name: p.view(-1) for name, p in parameters.items()}, layouts, {})
+        found._resident = parameters
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a parameter; compute issued from now on waits for a streamed row."""
