@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.activations.placement import Counts
 from sppo.cost.layer import Workload
 from sppo.cost.packed_sequence import (
     PackedSequence,
@@ -25,8 +26,6 @@ from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.program import generate, lower, with_copies
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.copies import KVPlacement, kv_of_turns
-
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ MachineOf = Callable[[RunConfig], HardwareSpec]
 _Request = tuple[str, RunConfig, HardwareSpec]
 """Change as text, changed run, and the machine that it sees."""
 
-WORTH_IT = 1.03
+LEAST_GAIN = 1.03
 """Tokens per second and device from which a change is listed, relative to the best answer."""
 _LISTED = 4
 _AS_FAST = 1.01
 """Step time allowed on fewer nodes, relative to the best answer."""
-_MOST_NODES = 1024
+MOST_NODES = 1024
 _DIVISION = {
     "parallel": (*DEGREES, "virtual_stages"),
     "sequence": ("num_subsequences", "boundaries"),
@@ -99,7 +99,7 @@ def improvements(solution: Solution) -> tuple[Change, ...]:
     found = []
     for text, changed, machine in requests:
         tokens = changed.sequence.length * changed.train.sequences_per_step / machine.num_devices
-        most_s = tokens / rate / WORTH_IT
+        most_s = tokens / rate / LEAST_GAIN
         if machine.num_nodes < hardware.num_nodes:
             most_s = min(most_s, best.step_s * _AS_FAST)
         faster = quick_best(changed, machine, below=most_s)
@@ -165,9 +165,9 @@ def _more_nodes(run: RunConfig, machine_of: MachineOf) -> Iterator[Change]:
     many = machine_of(run).num_nodes
     few = many - 1
     while not fits_at_all(run, on_nodes(many)):
-        few, many = many, 2 * many
-        if many > _MOST_NODES:
+        if many >= MOST_NODES:
             return
+        few, many = many, min(2 * many, MOST_NODES)
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (few, middle) if fits_at_all(run, on_nodes(middle)) else (middle, many)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.memory.stage_memory import (
     IN_FRONT_OF_DISK,
     OFFLOADED,
@@ -18,10 +19,13 @@ from sppo.units import format_bytes
 
 _CHANGES = {
     OFFLOADED: "a lower activations.offload_ratio or activations.kv=retain",
+    "weights": "state.weights=device",
+    "gradients": "state.gradients=device",
+    "optimizer states": "state.optimizer=device",
     IN_FRONT_OF_DISK: "activations.tier=device",
     SAVED_IN_BACKGROUND: "checkpoint.async_save=false",
 }
-"""What to write for less in a bucket of a tier; the other buckets are state."""
+"""What to write for less in a bucket of a tier."""
 
 
 def too_large(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
@@ -43,16 +47,24 @@ def too_large(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
         return text + also
     policy = run.activations.policy
     if policy in ("auto", "hybrid"):
-        how = "even with everything recomputed"
-        change = "let state leave the device (state.optimizer, activations.disk, host_memory)"
+        how, change = "even with everything recomputed", _leave_device(run, candidate)
     else:
-        how, change = f"with activations.policy={policy}", "write activations.policy=auto"
+        how, change = f"with activations.policy={policy}", "write activations.policy=auto, "
     return (
         f"a sequence of {run.sequence.length} tokens needs {format_bytes(shortfall.needed_bytes)} "
         f"(most of it {bucket_label(shortfall.bucket)}: {format_bytes(shortfall.bucket_bytes)}) "
-        f"{how}, and {format_bytes(shortfall.available_bytes)} may be used; {change}, shorten "
+        f"{how}, and {format_bytes(shortfall.available_bytes)} may be used; {change}shorten "
         "sequence.length or take a smaller model"
     )
+
+
+def _leave_device(run: RunConfig, candidate: Candidate) -> str:
+    """Return advice on what would let the training state leave the device; empty if it may."""
+    hardware = candidate.workload.hardware
+    node, on_cpu = hardware.node, hardware.device.kind == "cpu"
+    if not (node.disk_bytes if on_cpu else node.host_memory_bytes):
+        return f"write activations.{'disk=DIR' if on_cpu else 'host_memory=auto'}, "
+    return "write state.optimizer=auto, " if run.state.optimizer == "device" else ""
 
 
 def tier_too_small(
@@ -68,7 +80,7 @@ def tier_too_small(
     """
     stored = {name: size for name, size in buckets.items() if size}
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in stored.items())
-    changes = dict.fromkeys(_CHANGES.get(name, "state.optimizer=device") for name in stored)
+    changes = dict.fromkeys(_CHANGES[name] for name in stored)
     if place == "host":
         where, enlarge = "host memory", "end other programs of this machine"
     else:

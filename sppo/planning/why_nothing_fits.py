@@ -8,7 +8,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import bucket_label
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.run_hardware import hardware_line, run_hardware
-from sppo.planning.changes import Change, what_would_fit
+from sppo.planning.changes import MOST_NODES, Change, what_would_fit
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.nothing_fits import NothingFitsError
@@ -52,11 +52,11 @@ def nothing_fits(solution: Solution | CorpusSolution) -> NothingFitsError:
     if not fits_alone:
         changes = what_would_fit(run_of_longest_samples(run), machine_of=run_hardware)
     if changes:
-        lines.append("what would fit (closed form):")
+        lines.append("what would fit:")
         lines += [f" {change.change}  {change.effect}" for change in changes]
         more_nodes = any(change.change.startswith("hardware.nodes=") for change in changes)
         if nearest is not None and not more_nodes:
-            lines.append("up to 1024 of these nodes alone do not make it fit")
+            lines.append(f"up to {MOST_NODES} of these nodes alone do not make it fit")
     else:
         lines.append("no smaller change was found that makes it fit")
     return NothingFitsError("\n".join(lines), solution, changes)

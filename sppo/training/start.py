@@ -89,7 +89,7 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
     else:
         console = Console(quiet=True)
     chosen = {} if plan is not None else _chosen_degrees(run, environment, console=console)
-    run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
+    run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
     ready = ReadyRun(run, plan, environment, chosen)
     shape = MeshShape.of(run.parallel)
     check_room_for_libraries(processes=1 + shape.num_ranks if ready.starts_ranks else 1)
@@ -212,7 +212,7 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
         "sequence_parallel_degree": plan.sequence_parallel_degree,
         "sequence_parallel": plan.sequence_parallel,
     }
-    followed = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
+    followed = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
     problems = list(broken_rules(followed))
     if problems:
         first = problems[0]

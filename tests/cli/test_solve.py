@@ -210,7 +210,7 @@ def test_what_does_not_fit_ends_with_3_on_one_screen(run, advice):
     assert "nearest: SP" in text
     assert re.search(r" rank \d+ needs \S+ GiB of device memory and .*: short by ", text)
     assert "dK and dV" in text
-    assert "what would fit (closed form): sequence.length=8Ki fits" in text
+    assert "what would fit: sequence.length=8Ki fits" in text
     assert "of these nodes alone do not make it fit" in text
     assert Path("plan.json").read_text() == "old"
     advice[:] = [Change("hardware.nodes=4", "fits")]

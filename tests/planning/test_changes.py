@@ -8,7 +8,7 @@ import pytest
 
 from sppo.config import RunConfig, load_run
 from sppo.hardware.run_hardware import hardware_for, run_hardware
-from sppo.planning.changes import WORTH_IT, improvements, what_would_fit
+from sppo.planning.changes import LEAST_GAIN, improvements, what_would_fit
 from sppo.planning.longest_sequence import (
     fits_at_all,
     longest_sequence,
@@ -119,7 +119,7 @@ def test_what_is_listed_pays_as_much_as_it_says(run_and_key):
     assert gains == sorted(gains, reverse=True)
     found = {improvement.change.partition("=")[0]: improvement for improvement in listed}
     improvement = found[key]
-    assert improvement.gain >= WORTH_IT
+    assert improvement.gain >= LEAST_GAIN
     changed = load_run(run, improvement.change.split())
     gained = rate(changed) / rate(run)
     # The full answer may trade 1 % of the time for host memory.

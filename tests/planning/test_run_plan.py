@@ -74,11 +74,14 @@ def test_state_leaves_a_cpu_by_itself_and_a_refusal_names_the_key():
     run = run_config()
     free = int(peak_bytes("recompute") / USABLE_FRACTION) - 12 * MIB
     small = {"hardware": LAPTOP, "available_bytes": free}
-    with pytest.raises(MemoryError, match=r"leave the device \(state\.optimizer, activations"):
+    with pytest.raises(MemoryError, match=r"; write activations\.disk=DIR, shorten"):
         plan_run(run, **small)
     disk = run.activations.model_copy(update={"disk": "spill"})
     run = run.model_copy(update={"activations": disk})
     assert plan_run(run, disk_bytes=PLENTY, **small).state.optimizer == "disk"
+    stays = run.with_values({"state.optimizer": "device"})
+    with pytest.raises(MemoryError, match=r"; write state\.optimizer=auto, shorten"):
+        plan_run(stays, disk_bytes=PLENTY, **small)
 
 
 @pytest.mark.parametrize("disk_bytes", [0, 1 << 24, PLENTY])

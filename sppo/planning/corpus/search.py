@@ -206,8 +206,7 @@ def _of_degrees(
     run: RunConfig, degrees: Degrees, *, hardware: HardwareSpec, steps: DrawnSteps
 ) -> PlannedDegrees | Rejection:
     """Evaluate a step of the longest samples, and price the drawn steps in closed form."""
-    parallel = run.parallel.model_copy(update=degrees.by_name)
-    own = run.model_copy(update={"parallel": parallel})
+    own = run.with_values({f"parallel.{key}": value for key, value in degrees.by_name.items()})
     longest = run_of_longest_samples(own)
     try:
         candidates_of_degrees(longest, hardware=hardware, degrees=degrees)
@@ -266,8 +265,7 @@ def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
     yield way.longest
     if way.longest.candidate.virtual_stages == 1 or way.run.parallel.virtual_stages != "auto":
         return
-    single = way.run.parallel.model_copy(update={"virtual_stages": 1})
-    longest = run_of_longest_samples(way.run.model_copy(update={"parallel": single}))
+    longest = run_of_longest_samples(way.run.with_values({"parallel.virtual_stages": 1}))
     found = evaluate_in_nearest_tiers(longest, hardware=way.longest.candidate.workload.hardware)
     if found.shortfall is None:
         yield found

@@ -254,10 +254,7 @@ class LevelChoice:
     def evaluated(self, levels: Levels) -> EvaluatedCandidate:
         """Return the candidate evaluated with given levels of units, [stages, subsequences]."""
         at = levels, *np.indices(levels.shape)
-        tables = (
-            np.stack([getattr(placement, name) for placement in self.placements])[at]
-            for name in ("retained", "offloaded", "recomputed")
-        )
+        tables = (np.stack(own)[at] for own in zip(*self.placements, strict=True))
         return EvaluatedCandidate(self.candidate, ActivationPlacement(*tables))
 
     def paced(self, level: int) -> LevelChoice:

@@ -59,9 +59,7 @@ def plan_samples(
     plan = planned(run)
     if plan.virtual_stages == 1 or run.parallel.virtual_stages != "auto":
         return plan
-    single = run.model_copy(
-        update={"parallel": run.parallel.model_copy(update={"virtual_stages": 1})}
-    )
+    single = run.with_values({"parallel.virtual_stages": 1})
     try:
         # The plan rests on the run as requested, which leaves the number of stages open.
         other = replace(planned(single), run=plan.run)

@@ -83,9 +83,8 @@ class EvaluatedCandidate:
         """Memory of one device of each pipeline rank."""
         candidate, placement = self.candidate, self.placement
         memory = with_placement(state_memory(candidate), candidate=candidate, placement=placement)
-        has_messages = holds_messages(candidate)
-        if self.counts_program and (has_messages or candidate.schedule == "sppo_msp"):
-            program = self.executed_program() if has_messages else self.program
+        if self.counts_program and has_own_memory(candidate):
+            program = self.executed_program() if holds_messages(candidate) else self.program
             memory = with_program(
                 memory, candidate=candidate, placement=placement, schedule=program
             )
