@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
@@ -145,23 +145,26 @@ def compared_case(request: AbstractCase, *, name: str) -> tuple[Schedule, Costs]
     """Return the work of `request` under the schedule `name`.
 
     A schedule of whole sequences gets each sequence merged into one subsequence, not offloaded; a
-    schedule without interleaving gets all stages of a rank merged into one.
+    schedule without interleaving gets all stages of a rank merged into one. Merged costs may exceed
+    the largest that a request accepts.
     """
-    count, stages, values = 1, 1, request.model_dump()
+    count, stages, merged = 1, 1, dict[str, Any](schedule=name)
     if name in WHOLE_SEQUENCES and request.subsequences > 1:
         count = request.subsequences
         for key in ("unit_costs", "unit_sizes"):
             what = key.replace("_", " ")
-            values[key] = (sum(per_unit(what, values[key], num_units=count)),)
-        values |= {"subsequences": 1, "offload_ratio": "none"}
+            values = per_unit(what, getattr(request, key), num_units=count)
+            merged[key] = (float(sum(values)),)
+        merged |= {"subsequences": 1, "offload_ratio": "none"}
     if request.virtual > 1 and name not in WITH_VIRTUAL_STAGES:
         stages = request.virtual
-        values |= {"virtual": 1, "unit_sizes": [size * stages for size in values["unit_sizes"]]}
+        sizes = merged.get("unit_sizes", request.unit_sizes)
+        merged |= {"virtual": 1, "unit_sizes": tuple(size * stages for size in sizes)}
     for key in ("forward", "backward", "weight", "weight_size"):
-        values[key] *= stages
-    values["message_size"] *= count
-    values["kv_size"] *= count * stages
-    return abstract_case(AbstractCase(**values | {"schedule": name}))
+        merged[key] = getattr(request, key) * stages
+    merged["message_size"] = request.message_size * count
+    merged["kv_size"] = request.kv_size * count * stages
+    return abstract_case(request.model_copy(update=merged))
 
 
 def case_costs(given: AbstractCosts, *, num_stages: int, lengths: Sequence[Sequence[int]]) -> Costs:

@@ -52,6 +52,14 @@ def test_compared_schedules_do_the_same_work(name):
     )
 
 
+def test_merged_costs_may_exceed_the_largest_that_is_accepted():
+    large = CASE.model_copy(update={"message_size": 5e29, "kv_size": 5e29, "forward": 6e29})
+    _, costs = compared_case(large, name="1f1b")
+    assert set(costs.message_bytes) == {4 * 5e29}
+    assert set(costs.kv_bytes.flat) == {2 * 4 * 5e29}
+    assert costs.forward_s.max() == 4 * 2 * 6e29
+
+
 def test_costs_that_do_not_fit_the_shape_are_refused():
     with pytest.raises(ValueError, match="3 offload ratios for 8 units"):
         abstract_case(CASE.model_copy(update={"offload_ratio": (0.1, 0.2, 0.3)}))
