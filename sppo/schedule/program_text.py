@@ -12,8 +12,10 @@ One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, 
 starts a comment. All lines above the programs are optional:
 
 * `name TEXT`: name that plots show.
-* `ranks P`, `virtual V`, `style loop`: number of ranks and of stages per rank, and how stages are
-  placed. They are written for people and not read, because the programs say so themselves.
+* `ranks P`: number of ranks, so that a file that was cut short is refused. Default: as many as
+  there are programs.
+* `virtual V`, `style loop`: number of stages per rank, and how stages are placed. They are written
+  for people and not read, because the programs say so themselves.
 * `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.
   Default: as many sequences and subsequences as the actions name, of 1 token each.
 * `cut 0 2.1 = 5,6,5`: tokens of the shards of unit 2.1 on stage 0.
@@ -45,7 +47,7 @@ _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)"
 
 MOST_ACTIONS = 1_000_000
 """Upper bound on the actions of one file; simulating that many takes minutes."""
-_FOR_PEOPLE = ("ranks", "virtual", "style")
+_FOR_PEOPLE = ("virtual", "style")
 _SHOWN = 5
 _MOST_DIGITS = 12
 """Upper bound on the digits of a number in a file: a trillion tokens."""
@@ -146,6 +148,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.name = "program"
+        self.ranks: int | None = None
         self.lengths: list[tuple[int, ...]] = []
         self.cuts: list[Cut] = []
         self.programs: dict[int, tuple[Action, ...]] = {}
@@ -168,11 +171,10 @@ class _Reader:
             self.lines[rank] = number
         elif key == "name":
             self.name = value.strip()
+        elif key == "ranks":
+            self.ranks = _at_least_one(key, value)
         elif key == "lengths":
-            parts = tuple(map(_whole, value.split(",")))
-            if min(parts) < 1:
-                raise ValueError(f"lengths {min(parts)}: must be at least 1")
-            self.lengths.append(parts)
+            self.lengths.append(tuple(_at_least_one(key, word) for word in value.split(",")))
         elif key == "cut":
             match = _CUT.fullmatch(value.strip())
             if match is None:
@@ -192,11 +194,12 @@ class _Reader:
         if not self.programs:
             raise ValueError("holds no program: write one line per rank, 'rank 0: 0F0.0 0B0.0'")
         actions = [action for program in self.programs.values() for action in program]
-        ranks = max(self.programs) + 1
-        if ranks != len(self.programs):
+        last = max(self.programs)
+        ranks = last + 1 if self.ranks is None else self.ranks
+        if not len(self.programs) == last + 1 == ranks:
             raise ValueError(
                 f"programs for {len(self.programs)} of {ranks} ranks, the last for rank "
-                f"{ranks - 1}: write one line for each of the ranks 0 to {ranks - 1}"
+                f"{last}: write one line for each of the ranks 0 to {ranks - 1}"
             )
         virtual = max((action.stage for action in actions), default=0) // ranks + 1
         lengths = tuple(self.lengths) or _named_lengths(actions)
@@ -222,6 +225,13 @@ def _whole(text: str) -> int:
     if len(word) > _MOST_DIGITS:
         raise ValueError(f"{quoted(word)} is too large; write at most {_MOST_DIGITS} digits")
     return int(word)
+
+
+def _at_least_one(key: str, text: str) -> int:
+    number = _whole(text)
+    if number < 1:
+        raise ValueError(f"{key} {number}: must be at least 1")
+    return number
 
 
 def _named_lengths(actions: Sequence[Action]) -> Lengths:
