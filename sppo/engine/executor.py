@@ -153,7 +153,7 @@ class Executor:
         elif action.wire == "gradients":
             self._move_gradients(action)
         else:
-            stage, _ = self._units.of(action)
+            stage = self._units.stage(action)
             keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
             stage.store.permit(keys(action.unit))
 

@@ -32,12 +32,17 @@ class StepUnits:
     shard_stages: Mapping[int, Stage]
     pipeline: Pipeline
 
+    def stage(self, action: Action) -> Stage:
+        """Return the stage whose layers an action runs."""
+        return (self.stages if action.num_shards == 1 else self.shard_stages)[action.stage]
+
     def of(self, action: Action) -> tuple[Stage, Unit]:
         """Return the stage whose layers an action runs, and the unit or the shard."""
+        stage, unit = self.stage(action), self.units[action.unit]
         if action.num_shards == 1:
-            return self.stages[action.stage], self.units[action.unit]
-        return self.shard_stages[action.stage], cut_shard(
-            self.units[action.unit],
+            return stage, unit
+        return stage, cut_shard(
+            unit,
             shard_index=action.shard,
             member=self.pipeline.member,
             lengths=self.schedule.msp_groups[self._slot(action)].lengths,

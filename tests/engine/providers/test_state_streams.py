@@ -11,7 +11,8 @@ import torch
 
 from sppo.engine.executor import Executor
 from sppo.engine.providers.streamed_rows import StreamedGradients, StreamedWeights
-from sppo.schedule.actions import ActionKind
+from sppo.engine.step_units import StepUnits
+from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.program import generate, lower
 from sppo.schedule.simulation.simulate import simulate
@@ -43,10 +44,25 @@ def test_two_stages_are_there_at_once(variant):
     assert not streamed.sums._here
 
 
-def executor(program, rank, **provided):
-    """An executor for the actions of whole stages only."""
+def executor(program, rank, *, units=None, **provided):
+    """An executor for the actions of whole stages, and for those that ``units`` serves."""
     nothing = SimpleNamespace(has_links=True, send=None, receive=None)
-    return Executor(program, rank=rank, units=None, buffers=nothing, stopwatch=None, **provided)
+    return Executor(program, rank=rank, units=units, buffers=nothing, stopwatch=None, **provided)
+
+
+def test_the_return_of_a_shard_asks_for_its_stage_alone():
+    """Cutting the unit takes communicators, and nothing runs the shard yet."""
+    keys = {"kv_keys": lambda unit: [("kv", unit)], "saved_keys": lambda unit: [("saved", unit)]}
+    permitted = []
+    stage = SimpleNamespace(
+        layout=SimpleNamespace(**keys), store=SimpleNamespace(permit=permitted.extend)
+    )
+    program = generate("seq1f1b", num_ranks=1, lengths=((1,),))
+    units = StepUnits(program, units={}, stages={}, shard_stages={0: stage}, pipeline=None)
+    one = executor(program, 0, units=units, weights=None, gradients=None)
+    for wire in (None, "kv"):
+        one._start_reload(Action(ActionKind.H2D, 0, 0, 0, wire, shard=1, num_shards=2))
+    assert permitted == [("saved", (0, 0)), ("kv", (0, 0))]
 
 
 def test_only_the_last_stage_of_a_rank_waits_for_reductions():
