@@ -63,7 +63,12 @@ class StreamedRows(Mapping[str, Tensor]):
     def close(self) -> None:
         """End all copies after a failed step; keep the rows that copies may still use."""
         if self._lane.close():
-            self._here.clear()
+            self._drop()
+
+    def _drop(self) -> None:
+        """Drop all rows on the device, and the events of their copies, which may hold rows too."""
+        self._here.clear()
+        self._coming.clear()
 
     def _begin_coming(self, keys: Iterable[str]) -> None:
         """Start to copy rows to the device."""
@@ -179,6 +184,10 @@ class StreamedGradients(StreamedRows):
         if self._leaving is not None:
             wait_for(self._leaving[0])
         self._make_room()
+
+    def _drop(self) -> None:
+        super()._drop()
+        self._leaving = None
 
     def _owned(self, stage: int, *, with_shared: bool) -> list[str]:
         """Return the keys of a stage's rows that belong to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
-from tests.engine.streaming import Streamed, names_of_stages
+from tests.engine.streaming import LateLane, Streamed, names_of_stages
 from tests.engine.test_looped import looped
 
 
@@ -139,6 +140,26 @@ def test_a_step_that_fails_closes_the_engine():
             streamed.step(data, cuts)
 
 
+def streamed_rows(lane):
+    """Weights and sums of two stages of one row each, and rows that are on the device or move."""
+    rows = {"first": torch.ones(3), "second": torch.ones(3)}
+    how = {"stages": {0: ["first"], 1: ["second"]}, "device": torch.device("cpu"), "lane": lane}
+    weights, sums = StreamedWeights(rows, **how), StreamedGradients(rows, **how)
+    weights.fetch(0)
+    sums.bring_back(1)
+    sums.leave(0, complete=True)
+    return weights, sums
+
+
+def test_closed_rows_keep_nothing_of_copies_under_way():
+    weights, sums = streamed_rows(LateLane())
+    held = [weights._here["first"], sums._here["second"], sums._leaving[1][0]]
+    held = [weakref.ref(row) for row in held]
+    weights.close()
+    sums.close()
+    assert [row() for row in held] == [None] * 3
+
+
 class NoAnswer:
     """Lane of a device that no longer answers: a wait for a copy may hang, also one of compute."""
 
@@ -158,13 +179,7 @@ class NoAnswer:
 
 
 def test_what_a_device_that_no_longer_answers_may_use_stays():
-    rows = {"first": torch.ones(3), "second": torch.ones(3)}
-    how = {"stages": {0: ["first"], 1: ["second"]}, "device": torch.device("cpu")}
-    weights = StreamedWeights(rows, **how, lane=NoAnswer())
-    sums = StreamedGradients(rows, **how, lane=NoAnswer())
-    weights.fetch(0)
-    sums.bring_back(1)
-    sums.leave(0, complete=True)
+    weights, sums = streamed_rows(NoAnswer())
     weights.close()
     sums.close()
     assert weights.has(["first"])
