@@ -169,6 +169,7 @@ class Tier:
             OSError: The disk lacks space.
         """
         if self._disk is not None and schedule.tier_bytes > self.disk_bytes:
+            self.disk_bytes = 0  # first: there is no file if the next one cannot be opened
             self._lane.file.open(self._disk, schedule.tier_bytes)
             self.disk_bytes = schedule.tier_bytes
         self.reserve_host(schedule)

@@ -3,6 +3,7 @@
 import errno
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -203,6 +204,27 @@ def test_an_error_of_a_disk_reaches_compute(queue):
     assert store.num_entries > 0
     assert store.close()
     assert store.num_entries == 0
+
+
+def test_a_file_that_could_not_grow_is_opened_again():
+    lane = EmulatedLane(Lazy())
+    store, opened, room = BlockStore(lane, disk=DISK), [], 8 * 4096
+
+    def open_file(directory, size_bytes):
+        opened.append(size_bytes)
+        if size_bytes > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lane.open = open_file
+    small, large = (
+        schedule([key for n in range(count) for key in unit_keys(0, n)]) for count in (2, 5)
+    )
+    store.prepare(small)
+    with pytest.raises(OSError, match="No space"):
+        store.prepare(large)
+    assert store.take_report().disk_bytes == 0, "the earlier file is closed first"
+    store.prepare(replace(small))
+    assert opened == [small.tier_bytes, large.tier_bytes, small.tier_bytes]
 
 
 def test_steps_of_other_sizes_follow_each_other():
