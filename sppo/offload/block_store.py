@@ -217,7 +217,7 @@ class BlockStore:
         self._in_use.clear()
         self._sources.clear()
         self._step.away.clear()
-        self._tier.host.release()
+        self._tier.close()
         self._ring.release()
         return True
 

@@ -215,6 +215,11 @@ class Tier:
         while self._reads and (self._reads[0][0] is wanted or self._reads[0][2].done()):
             self._copy_back()
 
+    def close(self) -> None:
+        """Drop the host memory, and reads that nobody will copy from it, once all copies ended."""
+        self._reads.clear()
+        self.host.release()
+
     def _copy_back(self) -> None:
         """Enqueue the copy into the ring of the block whose read was started first."""
         block, slot, read = self._reads.popleft()

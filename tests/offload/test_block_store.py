@@ -2,6 +2,7 @@
 
 import errno
 import os
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -204,6 +205,19 @@ def test_an_error_of_a_disk_reaches_compute(queue):
     assert store.num_entries > 0
     assert store.close()
     assert store.num_entries == 0
+
+
+def test_a_closed_store_keeps_no_slot_of_a_block_that_was_on_its_way_back():
+    lane, store = made("disk", "lazy")
+    order = unit_keys(0, 0, backward=True)
+    store.prepare(schedule(order))
+    for key in unit_keys(0, 0):
+        store.put(key, offloaded=tensors_of(key))
+    slots = [weakref.ref(s) for s in (*store._tier.host._slots, *store._ring._slots)]
+    store.permit(order)
+    assert lane._pending["read"]
+    assert store.close()
+    assert not any(slot() for slot in slots)
 
 
 def test_a_file_that_could_not_grow_is_opened_again():
