@@ -60,6 +60,8 @@ class _Step:
 class BlockStore:
     """Store of the saved tensors of one rank; every key is put once and got once.
 
+    Threads of the lane end only with :meth:`close`.
+
     Where compute waits, comments name the orderings that :mod:`sppo.offload.tiers` lists.
 
     Args:

@@ -129,7 +129,7 @@ class MappedFileLane(Lane):
     """Lane of a CPU to and from a file that is mapped into memory.
 
     Pages of the file are read from the disk and written to it as they are touched, so threads copy
-    while compute goes on.
+    while compute goes on. The threads end only with :meth:`close`.
 
     Args:
         drop_pages: Called after each copied tensor, to drop its pages from memory.

@@ -61,6 +61,8 @@ class FileTier:
     a range, wait for its last write; before overwriting a range, wait for its reads. Disjoint
     ranges are independent. Threads and file are made by :meth:`open`.
 
+    The times of all pieces are kept until :meth:`take_s`: call it regularly, or memory grows.
+
     Args:
         begin: Function that every thread calls first; None for none.
     """
