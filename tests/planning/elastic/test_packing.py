@@ -74,10 +74,14 @@ def test_samples_are_whole_once_and_cut_at_the_mesh(packing):
     lengths, packed, mesh, degree = packing
     samples = [pair for pair in placed(packed) if pair[0] != PADDING]
     assert sorted(samples) == sorted(enumerate(lengths))
-    # Padding is for subsequences that ranks cannot share.
+    # Padding is for last subsequences that ranks cannot share.
     padding = [tokens for index, tokens in placed(packed) if index == PADDING]
+    rests = [
+        sum(lengths[index] for index in indices if index != PADDING) - sum(sequence.lengths[:-1])
+        for indices, sequence in zip(packed.samples, packed.sequences, strict=True)
+    ]
+    assert padding == [degree - rest for rest in rests if rest < degree]
     assert packed.padding_tokens == sum(padding)
-    assert max(padding, default=0) < degree
     counts = [len(sequence.lengths) for sequence in packed.sequences]
     assert counts == sorted(counts, reverse=True)
     for sequence in packed.sequences:
