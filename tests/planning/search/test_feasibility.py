@@ -27,6 +27,26 @@ def run_of(model="llama-3.2-1b", *, length=128 * KIB, **sections):
 
 
 @pytest.mark.parametrize(
+    ("run", "hardware"),
+    [
+        (run_of(), NODE),
+        (run_of(length=1024 * KIB), NODE),
+        (run_of("tiny", length=16 * KIB), PRESETS["laptop-cpu"]),
+        (run_of(length=64 * KIB, parallel={"sequence_parallel_degree": 2}), NODE),
+    ],
+)
+def test_the_quick_time_is_near_the_solvers(run, hardware):
+    # The quick answer knows the plain program only.
+    parallel = run.parallel.model_copy(update={"schedule": "sppo"})
+    run = run.model_copy(update={"parallel": parallel})
+    best = solve(run, hardware=hardware).best
+    assert best is not None
+    assert fits_at_all(run, hardware)
+    quick = quick_best(run, hardware)
+    assert best.step_s * 0.98 <= quick.step_s <= best.step_s * 1.1
+
+
+@pytest.mark.parametrize(
     ("length", "policy", "fits"),
     [(16, "retain", True), (448, "recompute", False), (448, "auto", True), (768, "auto", False)],
 )
