@@ -126,9 +126,9 @@ def in_group(rank, function, *arguments):
     return function(dist.group.WORLD, *arguments)
 
 
-def manager_of(group, directory, *, keep=3, async_save=False):
+def manager_of(group, directory, *, async_save=False):
     path = Path(directory) / "checkpoints"
-    return CheckpointManager(path, keep=keep, async_save=async_save, group=group)
+    return CheckpointManager(path, keep=3, async_save=async_save, group=group)
 
 
 def save(group, directory, layout, *steps):

@@ -37,8 +37,8 @@ def sequences_of(data, length, **options):
     return TrainingData(stream_table(data.num_tokens, length=length), data, **options)
 
 
-def documents_of(lengths, *, length=12, longer="cut", loss_mask=None, **options):
+def documents_of(lengths, *, length=12, loss_mask=None, **options):
     """Documents of the given lengths as samples."""
     data = stream_of(lengths, loss_mask=loss_mask)
-    table = sample_table(data.document_offsets, length=length, longer=longer)
+    table = sample_table(data.document_offsets, length=length, longer="cut")
     return TrainingData(table, data, **{"seed": 7, "shuffle": True, **options})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sppo.data.samples.length_distributions import draw
+from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
 
 KI = 1024
 MANY = 1_000_000
@@ -34,10 +34,18 @@ def test_the_others_have_the_published_shares():
     for mean, sigma in ((1024, 1.5), (768, 1.8)):
         found = lengths(f"lognormal-{mean}")
         assert (found.min(), found.max()) == (128, 8192)
-        assert np.median(found) == pytest.approx(mean * np.exp(-(sigma**2) / 2), rel=0.01)
-        assert np.quantile(found, 0.8413447) / np.median(found) == pytest.approx(
-            np.exp(sigma), rel=0.02
-        )
+        median = mean * np.exp(-(sigma**2) / 2)
+        assert np.median(found) == pytest.approx(median, rel=0.01)
+        assert np.quantile(found, 0.8413447) == pytest.approx(median * np.exp(sigma), rel=0.02)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_draws_repeat_and_differ_by_seed(name):
+    first = draw(name, 500, seed=3, scale=0.25, longest=4096)
+    assert first == draw(name, 500, seed=3, scale=0.25, longest=4096)
+    assert first != draw(name, 500, seed=4, scale=0.25, longest=4096)
+    assert first[:100] == draw(name, 100, seed=3, scale=0.25, longest=4096)
+    assert DISTRIBUTIONS[name].source.endswith(".")
 
 
 def test_a_draw_is_the_same_on_every_machine():

@@ -56,8 +56,8 @@ def run_of(*, length=8192, pieces=8, **activations):
     )
 
 
-def plan(run=None, *, available=PLENTY, disk=PLENTY):
-    return plan_run(run or run_of(), hardware=LAPTOP, available_bytes=available, disk_bytes=disk)
+def plan(run):
+    return plan_run(run, hardware=LAPTOP, available_bytes=PLENTY, disk_bytes=PLENTY)
 
 
 def shape_of(model, **options):

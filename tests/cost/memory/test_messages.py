@@ -45,14 +45,14 @@ class Arrived:
         return self.tensor
 
 
-def program(schedule, ranks, *, virtual=1, sequences=2):
-    units = sequences * len(LENGTHS)
+def program(schedule, ranks, *, virtual):
+    units = 2 * len(LENGTHS)
     costs = abstract_costs(ranks * virtual, num_units=units, backward_s=1.0, weight_s=1.0)
     made = generate(
         schedule,
         num_ranks=ranks,
         num_virtual=virtual,
-        lengths=[LENGTHS] * sequences,
+        lengths=[LENGTHS] * 2,
         costs=costs,
     )
     return lower(made, costs=costs)
