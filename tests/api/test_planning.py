@@ -64,7 +64,7 @@ def test_what_does_not_fit_says_what_would(tmp_path, monkeypatch):
         "hardware": {"preset": "h100", "nodes": 1, "devices_per_node": 2},
     }
     file = write(tmp_path / "run.yaml", sections)
-    with pytest.raises(sppo.NothingFitsError, match=r"(?s)short by .*what would fit ") as caught:
+    with pytest.raises(sppo.NothingFitsError, match=r"(?s)short by .*what would fit:") as caught:
         sppo.solve(sppo.load_run(file))
     assert isinstance(caught.value, MemoryError)
     assert list(caught.value.changes) == found
