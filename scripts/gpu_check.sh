@@ -86,8 +86,9 @@ try build 40 "$python" -c 'import pathlib, runpy
 build = runpy.run_path("sppo/native_build.py")["build_native"]
 build(pathlib.Path("sppo/kernels/_native"))'
 try tests 200 "$python" -m pytest -q -m gpu -n 6 -p no:cacheprovider
+sanitized="bring_back and CudaLane-host-0"
 TORCH_CUDA_SANITIZER=1 try sanitizer 60 "$python" -m pytest -q -m gpu -p no:cacheprovider \
-    tests/offload/test_cuda_lane.py -k "bring_back and none"
+    tests/offload/test_cuda_lane.py -k "$sanitized"
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "${gpus:-1}" -ge 2 ]; then
     try messages 60 "$python" scripts/gpu_messages.py "$out/messages.json"

@@ -136,6 +136,18 @@ def test_the_gpu_check_puts_everything_into_one_report(tmp_path):
     assert report["messages"] == {"communicators": 3}
 
 
+def test_the_gpu_check_has_a_test_to_run_under_the_sanitizer():
+    script = (ROOT / "scripts/gpu_check.sh").read_text()
+    (chosen,) = re.findall('^sanitized="(.*)"$', script, re.MULTILINE)
+    command = (
+        "-m pytest -q --collect-only -m gpu -p no:cacheprovider tests/offload/test_cuda_lane.py"
+    )
+    collected = subprocess.run(
+        [sys.executable, *command.split(), "-k", chosen], cwd=ROOT, capture_output=True, text=True
+    )
+    assert collected.returncode == 0, collected.stdout
+
+
 def test_the_gpu_check_installs_carried_wheels_first(tmp_path):
     calls = """
 echo "$PYTHONPATH: $*" >>"$(dirname "$0")/log"
