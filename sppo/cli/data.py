@@ -35,8 +35,9 @@ def prepare(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="Files, one document each (.jsonl: one per line, the string under 'text');"
-            " directories are searched, hidden files left out.",
+            help="Text files, one document each; rows, one document each under 'text', in .jsonl"
+            " .json .parquet .arrow; text and JSON as .gz or .zst, too; directories are searched,"
+            " hidden files left out, and may be of Dataset.save_to_disk.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to write, for data.tokens of a run.")],

@@ -52,8 +52,8 @@ def parse_json(text: str | bytes, *, source: str, strict: bool = True) -> Any:
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
-        if not strict:  # a float, since Python refuses to read integers of thousands of digits
-            return json.loads(decoded, parse_int=float)
+        if not strict:
+            return json.loads(decoded)
         return json.loads(
             decoded,
             parse_int=_whole,

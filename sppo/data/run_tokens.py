@@ -9,7 +9,7 @@ import numpy as np
 
 from sppo.config import RunConfig
 from sppo.config.model import ModelConfig
-from sppo.data.preparation.documents import reading
+from sppo.data.preparation.opening import reading
 from sppo.data.preparation.tokenizer_file import TOKENIZER_FILE, vocabulary_identity
 from sppo.data.samples.sample_table import (
     SampleTable,

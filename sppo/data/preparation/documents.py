@@ -1,22 +1,24 @@
-"""Finding the files to tokenize, and reading documents from them.
+"""Finding the files to tokenize, and reading documents of text from them.
 
-A file is one document, unless each of its lines is: ``{"text": ...}`` in a ``.jsonl`` file.
+A file is one document, unless it holds rows (:mod:`sppo.data.preparation.rows`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from sppo.config.json_file import JsonError, parse_json
+from sppo.config.json_file import JsonError, read_json
+from sppo.data.preparation.opening import opened, reading
+from sppo.data.preparation.rows import Row, holds_rows, read_rows
 from sppo.quoting import one_line
 
 _SHOWN_PATHS = 5
 _HEAD_BYTES = 1 << 16
+_TEXT_COLUMNS = frozenset({"text"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class TextDocument:
 
     text: str
     source: str
-    """Path of the file, with the line number for ``.jsonl``."""
+    """Path of the file, with the number of the line or row for files of rows."""
     source_bytes: int
     """Bytes of input of the document, line ends included."""
 
@@ -78,18 +80,57 @@ def exists(path: Path) -> bool:
 
 
 def _files_below(root: Path, *, globs: Sequence[str], exclude: Path | None) -> list[Path]:
-    found: list[tuple[str, Path]] = []
+    found: list[tuple[str, list[Path]]] = []
     for folder, folders, names in os.walk(root, onerror=_refuse_unreadable):
         resolved = Path(folder).resolve()
         folders[:] = [
             name for name in folders if not name.startswith(".") and resolved / name != exclude
         ]
+        saved = _saved_dataset(Path(folder), names)
+        if saved:
+            found.append((Path(folder).relative_to(root).as_posix(), saved))
+            continue
         for name in names:
             path = Path(folder, name)
             relative = path.relative_to(root).as_posix()
             if not name.startswith(".") and _matches(relative, globs) and path.is_file():
-                found.append((relative, path))
-    return [path for _, path in sorted(found)]
+                found.append((relative, [path]))
+    return [path for _, paths in sorted(found) for path in paths]
+
+
+def _saved_dataset(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Return the files of rows of what ``Dataset.save_to_disk`` wrote, in order; else none.
+
+    Raises:
+        ValueError: The folder holds several splits, or the rows are chosen by another file.
+    """
+    if "dataset_dict.json" in names:
+        splits = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
+        raise ValueError(
+            f"{folder}: a saved DatasetDict with the splits {one_line(', '.join(splits))}; give"
+            f" one of them, such as {folder / splits[0] if splits else folder / 'train'}"
+        )
+    if "state.json" not in names or "dataset_info.json" not in names:
+        return []
+    try:
+        with reading(folder / "state.json"):
+            state = read_json(folder / "state.json")
+        files = [folder / str(file["filename"]) for file in state["_data_files"]]
+        indices = state.get("_indices_data_files") or state.get("_indices_files")
+    except (JsonError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"{folder / 'state.json'}: not what Dataset.save_to_disk writes; save the data set"
+            " again, or give its .arrow files"
+        ) from None
+    if indices:
+        raise ValueError(
+            f"{folder}: its rows are chosen by a file of indices; call flatten_indices() before"
+            " save_to_disk()"
+        )
+    missing = [str(path) for path in files if not path.is_file()]
+    if missing:
+        raise ValueError(f"{one_line(missing[0])}: missing, and state.json names it; copy it again")
+    return files
 
 
 def _refuse_unreadable(error: OSError) -> None:
@@ -101,39 +142,22 @@ def _matches(relative: str, globs: Sequence[str]) -> bool:
     return not globs or any(fnmatch(relative if "/" in glob else name, glob) for glob in globs)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Convert an OSError in the context into a ValueError with a message for the user.
-
-    Args:
-        path: Path that is read, for the message.
-
-    Raises:
-        ValueError: An OSError was raised in the context.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(f"{path}: cannot be read: {reason}; leave it out or fix it") from None
-
-
 def check_text_files(paths: Sequence[Path]) -> None:
     """Check that files are text: without a zero byte among their first 64 Ki.
 
-    Text may have any encoding without zero bytes. ``.jsonl`` files are checked when they are read.
+    Text may have any encoding without zero bytes. Files of rows are checked when they are read.
 
     Raises:
         ValueError: A file is not text.
     """
     for path in paths:
-        if holds_lines(path):
+        if holds_rows(path):
             continue
-        with reading(path), path.open("rb") as file:
-            position = file.read(_HEAD_BYTES).find(b"\0")
+        with reading(path), opened(path) as (contents, _file):
+            position = contents.read(_HEAD_BYTES).find(b"\0")
         if position >= 0:
             raise ValueError(
-                f"{path} is not text: byte {position} is NUL. Unpack compressed files, convert text"
+                f"{path} is not text: byte {position} is NUL. Unpack archives, convert text"
                 " to UTF-8, or choose the text among the files with --glob, such as '*.txt'. If a"
                 " model shall learn the bytes themselves, save them as uint8 .npy for --tokenizer"
                 " ids"
@@ -141,61 +165,28 @@ def check_text_files(paths: Sequence[Path]) -> None:
 
 
 def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
-    """Yield the documents of files as text, one whole document at a time.
+    """Yield the documents of files of text, and of rows with text, one whole document at a time.
 
     Raises:
-        ValueError: A file is unreadable or not UTF-8, or a line of a ``.jsonl`` file is invalid.
+        ValueError: A file is damaged, unreadable or not UTF-8, or a row has no text.
     """
     for path in paths:
-        if holds_lines(path):
-            yield from _read_lines(path)
-        else:
-            with reading(path):
-                data = path.read_bytes()
-            yield TextDocument(_decode(data, path), str(path), len(data))
+        for row in read_rows(path, columns=_TEXT_COLUMNS):
+            yield TextDocument(_text_of(row), row.source, row.source_bytes)
 
 
-def holds_lines(path: Path) -> bool:
-    """Return whether each line of a file is a document, instead of the file."""
-    return path.suffix == ".jsonl"
-
-
-def _read_lines(path: Path) -> Iterator[TextDocument]:
-    with reading(path), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                source = f"{path}:{number}"
-                yield TextDocument(_text_of(line, source), source, len(line))
-
-
-def _text_of(line: bytes, source: str) -> str:
-    fix = 'a line of a .jsonl file is an object such as {"text": "..."}'
-    try:
-        # Not strict: values other than the text are not used and may be anything.
-        record = parse_json(line, source=source, strict=False)
-    except JsonError as error:
-        raise ValueError(f"{error}; {fix}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{source}: a {type(record).__name__}, not an object; {fix}")
-    text = record.get("text")
+def _text_of(row: Row) -> str:
+    text = row.values.get("text")
     if not isinstance(text, str):
-        keys = one_line(", ".join(list(record)[:_SHOWN_PATHS])) or "none"
-        raise ValueError(f'{source}: no string under "text" (its keys: {keys}); {fix}')
+        keys = one_line(", ".join(list(row.values)[:_SHOWN_PATHS])) or "none"
+        raise ValueError(
+            f'{row.source}: no string under "text" (its keys: {keys}); write the text under "text"'
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{source}: character {error.start} of the text is half of a surrogate pair, which is"
-            " not text; repair or remove the line"
+            f"{row.source}: character {error.start} of the text is half of a surrogate pair, which"
+            " is not text; repair or remove the row"
         ) from None
     return text
-
-
-def _decode(data: bytes, path: Path) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: byte {error.start} is 0x{data[error.start]:02x}, which is not UTF-8; convert"
-            " the file, leave it out with --glob, or use --tokenizer bytes, which takes any text"
-        ) from None

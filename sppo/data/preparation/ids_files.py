@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.array_file import map_array
-from sppo.data.preparation.documents import exists, reading
+from sppo.data.preparation.documents import exists
+from sppo.data.preparation.opening import reading
 from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, end_id
 from sppo.data.tokens import MAX_VOCAB_SIZE, TokenizerDescription
 from sppo.quoting import one_line

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sppo.data.preparation.documents import check_text_files, find_files, reading
+from sppo.data.preparation.documents import check_text_files, find_files
 from sppo.data.preparation.ids_files import IdsTokenizer, scan_ids, without_masks
+from sppo.data.preparation.opening import reading
 from sppo.data.preparation.token_writer import (
     TokenWriter,
     check_destination,

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from sppo.config.json_file import parse_json, read_json
-from sppo.data.preparation.documents import TextDocument, read_text, reading
+from sppo.data.preparation.documents import TextDocument, read_text
+from sppo.data.preparation.opening import reading
 from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, end_id
 from sppo.data.tokens import TokenizerDescription
 from sppo.quoting import one_line

@@ -16,7 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.documents import holds_lines, read_text, reading
+from sppo.data.preparation.documents import read_text
+from sppo.data.preparation.opening import opened, reading
+from sppo.data.preparation.rows import holds_rows
 from sppo.data.tokens import TokenizerDescription
 
 EndOfDocument = int | Literal["auto", "none"]
@@ -60,13 +62,15 @@ class ByteTokenizer:
     def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
         """Yield the bytes of files in blocks, and the text of rows as UTF-8."""
         for path in paths:
-            if holds_lines(path):
+            if holds_rows(path):
                 for document in read_text([path]):
                     yield _bytes_shard(document.text.encode(), True, document.source_bytes)
                 continue
-            with reading(path), path.open("rb") as file:
-                while data := file.read(_BLOCK_BYTES):
-                    yield _bytes_shard(data, False, len(data))
+            done_bytes = 0
+            with reading(path), opened(path) as (contents, file):
+                while data := contents.read(_BLOCK_BYTES):
+                    before, done_bytes = done_bytes, file.tell()
+                    yield _bytes_shard(data, False, done_bytes - before)
             yield _bytes_shard(b"", True, 0)
 
 
