@@ -1,0 +1,41 @@
+"""A conversation as chat templates read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which reasoning stands in data, the standard one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages in the form of transformers, and what is trained on of them."""
+
+    messages: tuple[dict[str, Any], ...]
+    """Mappings with ``role`` and ``content``, or with ``tool_calls`` or ``reasoning_content``."""
+    tools: list[Any] | None
+    """JSON schemas of the functions that the assistant may call; None without tools."""
+    template_values: dict[str, Any]
+    """Further values of the template, such as ``enable_thinking``."""
+    prompt_messages: int | None
+    """Number of leading messages that are the prompt; None if no prompt is set apart."""
+    trained: tuple[bool, ...]
+    """For each message, whether it may be trained on; messages of others than the assistant are
+    never trained on as such."""
+
+
+def template_messages(messages: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+    """Return messages as transformers gives them to templates.
+
+    Keys without a value are left out, and reasoning stands under all the keys that templates read.
+    """
+    given = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+        if reasoning is not None:
+            kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+        given.append(kept)
+    return given
