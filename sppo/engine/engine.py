@@ -59,6 +59,27 @@ class EnginePeaks:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """Losses of consecutive tokens of one sequence, which this rank computed."""
+
+    sequence: int
+    """Index of the sequence among those that were evaluated together."""
+    start: int
+    """Position of the first of the tokens in the sequence."""
+    losses_C: Tensor
+    """Loss of each token; 0 for ignored labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Losses and executed actions of one forward-only program on this rank."""
+
+    losses: tuple[TokenLosses, ...]
+    """By unit; empty on ranks without the last stage."""
+    executed: Trace
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Loss and executed actions of one step on this rank."""
 
@@ -211,7 +232,7 @@ class Engine:
             check_step(self._model, sequences, boundaries, num_valid=num_valid, device=self._device)
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
-        schedule, trace = self._run(
+        units, trace = self._run(
             sequences,
             boundaries,
             loss_scale=1.0 / max(1, num_valid),
@@ -224,11 +245,10 @@ class Engine:
         return StepResult(
             torch.stack(losses).sum() if losses else nothing,
             num_valid,
-            schedule=schedule,
+            schedule=units.schedule,
             executed=trace,
         )
 
-    @torch.no_grad()
     def evaluate(self, data: SequenceData, boundaries: Sequence[int]) -> Tensor:
         """Return the loss of each token of one sequence on this rank; 0 for ignored labels.
 
@@ -238,11 +258,50 @@ class Engine:
             TypeError: A value of another type.
             ValueError: See :meth:`accumulate`.
         """
+        losses = [own.losses_C for own in self.evaluate_together([data], [boundaries]).losses]
+        return torch.cat(losses) if losses else torch.empty(0)
+
+    @torch.no_grad()
+    def evaluate_together(
+        self,
+        sequences: Sequence[SequenceData],
+        boundaries: Sequence[Sequence[int]],
+        *,
+        before_action: Callable[[int, Action], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> ForwardResult:
+        """Return the losses of the tokens of several sequences, which fill a pipeline together.
+
+        Runs the forwards of a step in the order of the run's schedule, and saves nothing. Gradients
+        and later steps are as if it had not run.
+
+        Args:
+            sequences: Sequences of this replica, as in :meth:`accumulate`.
+            boundaries: Boundaries of the subsequences of each sequence.
+            before_action: As in :meth:`accumulate`.
+            on_failure: As in :meth:`accumulate`.
+
+        Raises:
+            TypeError: A value of another type.
+            ValueError: See :meth:`accumulate`.
+        """
         if self._checks_steps:
-            check_step(self._model, [data], [boundaries], num_valid=None, device=self._device)
-        self._run([data], [boundaries], loss_scale=None)
-        losses = self._take_losses()
-        return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
+            check_step(self._model, sequences, boundaries, num_valid=None, device=self._device)
+        units, trace = self._run(
+            sequences,
+            boundaries,
+            loss_scale=None,
+            before_action=before_action,
+            on_failure=on_failure,
+        )
+        member, losses = self._pipeline.member, self._take_losses()
+        return ForwardResult(
+            tuple(
+                TokenLosses(sequence, units.units[sequence, part].runs[member].start, own)
+                for (sequence, part), own in sorted(losses.items())
+            ),
+            trace,
+        )
 
     def _take_losses(self) -> dict[UnitKey, Tensor]:
         """Return the unscaled losses ``[C]`` of the units since the last call, by unit."""
@@ -321,7 +380,7 @@ class Engine:
         planned: PlannedStep | None = None,
         before_action: Callable[[int, Action], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
-    ) -> tuple[Schedule, Trace]:
+    ) -> tuple[StepUnits, Trace]:
         if self._is_closed:
             raise RuntimeError("this engine is closed, as after an error in a step: make a new one")
         step, units = self._laid_out(
@@ -360,7 +419,7 @@ class Engine:
                 if provider is not None and provider.streamed is not None:
                     provider.streamed.close()
             raise
-        return schedule, trace
+        return units, trace
 
     def _visits(self, schedule: Schedule, units: StepUnits) -> Iterator[WeightPart]:
         """Yield the weight parts that this rank's units compute with, in order."""

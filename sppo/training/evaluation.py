@@ -7,11 +7,12 @@ better.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from sppo.checkpoint.checkpoint import read_weights
@@ -21,19 +22,19 @@ from sppo.cost.memory.state_memory import evaluation_bytes
 from sppo.data.run_tokens import open_evaluated
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import Engine
-from sppo.engine.unit import document_positions
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.run_hardware import hardware_for
-from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.training.devices.device import Device
+from sppo.training.job import Job
 from sppo.training.starting_weights import check_weights, starting_weights
 from sppo.training.state import DTYPES
+from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
+from sppo.training.validation.sums import PositionLoss
 from sppo.units import format_bytes
 
-_FIRST_BIN_TOKENS = 64
 _NO_LABEL = (
     "{directory}: no label of its first {counted} counts: the first token of an isolated document "
     "is nobody's label, nor is one that a loss mask leaves out"
@@ -41,16 +42,6 @@ _NO_LABEL = (
 _LARGEST_EXPONENT = 700
 _NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
 """Keys of the model section that do not change the function that the model computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLoss:
-    """Mean loss of the tokens at positions ``[start, end)`` of their sequence."""
-
-    start: int
-    end: int
-    loss: float
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,79 +99,32 @@ def evaluate(
     _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
     weights, weights_from, step = _weights(run, source, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
-    samples, are_samples = TrainingData.of(run, data), run.data.samples == "documents"
-    count = samples.num_samples if most is None else min(most, samples.num_samples)
-    losses_S = torch.zeros(run.sequence.length, dtype=torch.float64)
-    counts_S = torch.zeros(run.sequence.length, dtype=torch.int64)
-    done = 0
-    for own, cuts in _sequences(samples, count, boundaries=boundaries, packs=are_samples):
-        sequence = samples.row(own)
-        losses = engine.evaluate(device.put(sequence), cuts).double().cpu()
-        positions = document_positions(len(losses), sequence.document_starts)
-        losses_S.index_add_(0, positions, losses)
-        counts_S.index_add_(0, positions, (sequence.labels_S != IGNORED_LABEL).long())
-        done += len(own)
-        on_sequence(done, count)
-    if not counts_S.any():
+    are_samples = run.data.samples == "documents"
+    whole = EvaluatedSet.of(
+        TrainingData.of(run, data), boundaries=boundaries, packs=are_samples, most=most
+    )
+    count = whole.num_samples
+    found = evaluate_set(
+        Job.alone(run, device=device, console=Console(quiet=True)),
+        engine,
+        whole,
+        on_samples=lambda done: on_sequence(done, count),
+    )
+    if not found.num_labels:
         counted = f"{count} {'samples' if are_samples else 'sequences'}"
         raise ValueError(_NO_LABEL.format(directory=data.directory, counted=counted))
-    loss = float(losses_S.sum() / counts_S.sum())
     return Evaluation(
-        loss,
-        math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf,
-        int(counts_S.sum()),
+        found.loss,
+        math.exp(found.loss) if found.loss < _LARGEST_EXPONENT else math.inf,
+        found.num_labels,
         count,
-        loss_by_position(losses_S, counts_S),
+        found.by_position,
         weights_from,
         step,
         run.data.eval_tokens or run.data.tokens,
         run.data.eval_tokens is not None,
         are_samples,
     )
-
-
-def _sequences(
-    samples: TrainingData, count: int, *, boundaries: tuple[int, ...], packs: bool
-) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """Yield the samples of each sequence to evaluate, and its subsequence boundaries.
-
-    Args:
-        samples: Samples, or sequences of the stream, of which the first `count` are evaluated.
-        count: Number of samples to evaluate.
-        boundaries: Subsequence boundaries of a sequence of the run's full length.
-        packs: Pack samples, in their order, into sequences that are not longer than a subsequence;
-            a longer sample is a sequence of its own. False for sequences of the stream.
-    """
-    if not packs:
-        yield from (([index], boundaries) for index in range(count))
-        return
-    own: list[int] = []
-    most, tokens = max(lengths_of(boundaries)), 0
-    for index, length in enumerate(samples.lengths(range(count))):
-        if own and tokens + length > most:
-            yield own, (*range(0, tokens, most), tokens)
-            own, tokens = [], 0
-        own.append(index)
-        tokens += length
-    if own:
-        yield own, (*range(0, tokens, most), tokens)
-
-
-def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, ...]:
-    """Return the mean loss in bins that double in width: [0, 64), [64, 128), [128, 256), ...
-
-    Args:
-        losses_S: Sum of the losses at each position.
-        counts_S: Number of valid labels at each position; bins without valid labels are omitted.
-    """
-    bins = []
-    start, end, length = 0, min(_FIRST_BIN_TOKENS, len(losses_S)), len(losses_S)
-    while start < length:
-        count = int(counts_S[start:end].sum())
-        if count:
-            bins.append(PositionLoss(start, end, float(losses_S[start:end].sum()) / count, count))
-        start, end = end, min(end * 2, length)
-    return tuple(bins)
 
 
 def _check_memory(

@@ -22,6 +22,7 @@ from sppo.cost.stage_cost import executed_flops
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import EnginePeaks, StepResult
 from sppo.engine.step_programs import PlannedStep
+from sppo.engine.trace import Trace
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.parallel.host_collectives import HostCollectives
@@ -225,7 +226,10 @@ def run_step(
         on_failure=job.progress.failed,
     )
     actions_s = time.perf_counter() - begin
-    state.finish_gradients(lambda: _await_device(job, work, result))
+    what = f"step {work.number}"
+    state.finish_gradients(
+        lambda: await_device(job, result.executed, what=what, predicted_s=work.step_s)
+    )
     norm = state.norm(peers)
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
@@ -242,18 +246,24 @@ def run_step(
     return DoneStep(result, sums, lr, copies, peaks, seconds, seconds - actions_s)
 
 
-def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
+def await_device(job: Job, executed: Trace, *, what: str, predicted_s: float) -> None:
     """Wait for the work issued to this rank's device, which may wait for other ranks.
+
+    Args:
+        job: Job of this rank.
+        executed: Actions whose work was issued.
+        what: What the rank does, for the message.
+        predicted_s: Predicted seconds of that.
 
     Raises:
         PeerLostError: The device made no progress for too long.
     """
     if not job.mesh.is_distributed:
         return
-    limit_s = stall_timeout(job.run.parallel.timeout_s, predicted_step_s=work.step_s)
-    if not job.device.wait_with_timeout(result.executed.marks, stall_timeout_s=limit_s):
+    limit_s = stall_timeout(job.run.parallel.timeout_s, predicted_step_s=predicted_s)
+    if not job.device.wait_with_timeout(executed.marks, stall_timeout_s=limit_s):
         raise PeerLostError(
-            f"step {work.number}: waiting for this rank's device, which waits for another rank: "
+            f"{what}: waiting for this rank's device, which waits for another rank: "
             f"timed out after {limit_s:g} s{LATE}"
         )
 

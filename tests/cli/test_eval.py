@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sppo.engine.engine import ForwardResult, TokenLosses
+from sppo.engine.trace import Stopwatch, Trace
 from tests.conftest import LENGTH, refuse, succeed, tree, write_run, write_tokens
 
 
@@ -139,9 +141,10 @@ def test_damaged_weights_are_refused_or_passed_over(trained):
 
 
 def test_losses_that_are_no_numbers_are_null_in_json(trained, monkeypatch):
+    losses = TokenLosses(0, 0, torch.full((4 * LENGTH,), torch.nan))
     monkeypatch.setattr(
-        "sppo.engine.engine.Engine.evaluate",
-        lambda engine, data, boundaries: torch.full((4 * LENGTH,), torch.nan),
+        "sppo.engine.engine.Engine.evaluate_together",
+        lambda engine, *sequences, **hooks: ForwardResult((losses,), Trace(Stopwatch())),
     )
     result = json.loads(succeed("eval", "run.yaml", "--json"), parse_constant=pytest.fail)
     assert result["loss"] is None

@@ -1,6 +1,7 @@
 """Loss by position against the plain model, token by token."""
 
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from sppo.config import load_run
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.training.evaluation import loss_by_position
 from sppo.training.starting_weights import starting_weights
+from sppo.training.validation.sums import bins_of
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses
 from tests.training.jobs import evaluate_initial
@@ -91,15 +92,10 @@ def test_no_label_that_counts(work, run_file):
         evaluate_initial(run)
 
 
-@given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 3)), min_size=1, max_size=700))
-def test_bins_double_and_lose_nothing(positions):
-    counts = torch.tensor([count for _, count in positions])
-    losses = torch.tensor([loss * count for loss, count in positions], dtype=torch.float64)
-    bins = loss_by_position(losses, counts)
-    assert sum(row.num_tokens for row in bins) == counts.sum()
-    total = sum(row.loss * row.num_tokens for row in bins)
-    assert total == pytest.approx(float(losses.sum()), abs=1e-9)
-    assert all(row.num_tokens for row in bins)
-    for row in bins:
-        assert row.start in (0, *(64 << k for k in range(8)))
-        assert row.end in (len(positions), *(64 << k for k in range(8)))
+@given(st.integers(1, 3000))
+def test_bins_double_and_lose_nothing(length):
+    bins = bins_of(length)
+    assert [*chain.from_iterable(range(*edges) for edges in bins)] == [*range(length)]
+    for start, end in bins:
+        assert start in (0, *(64 << k for k in range(8)))
+        assert end in (length, *(64 << k for k in range(8)))

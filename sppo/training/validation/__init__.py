@@ -1,0 +1,1 @@
+"""Evaluation of sets of sequences: while a run trains, and by itself."""
