@@ -12,6 +12,7 @@ from rich.console import Console
 
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
+from sppo.cli.data_needle import needle
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, columns, emit, item_table
 from sppo.config.base import MOST_TOKENS
@@ -27,6 +28,7 @@ from sppo.units import MIB, counted, format_bytes, format_count, format_tokens, 
 _TELL_EVERY_S = 10.0
 
 app = CommandGroup(help="Write and describe the token data that runs read.")
+app.command()(needle)
 
 
 @app.command()

@@ -32,6 +32,8 @@ TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.npy"
 META_FILE = "meta.json"
 LOSS_MASK_FILE = "loss_mask.bin"
+CELLS_FILE = "cells.json"
+"""Of needle data alone: length and depth of each document (:mod:`sppo.data.needle.cells`)."""
 TOKEN_DATA_FILES = frozenset({TOKENS_FILE, DOCUMENTS_FILE, META_FILE})
 """Files of every token directory."""
 MAX_VOCAB_SIZE = 1 << 32

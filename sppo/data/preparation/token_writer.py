@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.tokens import (
+    CELLS_FILE,
     DOCUMENTS_FILE,
     FORMAT_VERSION,
     LOSS_MASK_FILE,
@@ -189,7 +190,7 @@ def check_destination(out: Path, *, force: bool) -> None:
         ) from None
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be read: {error.strerror}") from None
-    foreign = sorted(names - TOKEN_DATA_FILES - {LOSS_MASK_FILE})
+    foreign = sorted(names - TOKEN_DATA_FILES - {LOSS_MASK_FILE, CELLS_FILE})
     if foreign:
         raise ValueError(
             f"--out {out}: the directory holds {', '.join(foreign[:3])}, which is not token data"

@@ -1,0 +1,1 @@
+"""Needle documents, which test whether a model finds a value in a long text."""
