@@ -21,7 +21,7 @@ import torch
 from option_types import positive  # beside this file
 from torch import Tensor
 
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
 from sppo.optim.adamw import AdamW
 

@@ -45,7 +45,7 @@ def test_the_command_line_starts_without_anything_heavy():
 
 UPDATED = """
 import torch
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.kernels import cross_entropy, elementwise, rotary
 from sppo.kernels.attention import block_attention, interface
 from sppo.optim import gradient_norm

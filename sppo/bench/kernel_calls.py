@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import token_losses
 from sppo.kernels.elementwise import Activation

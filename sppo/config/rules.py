@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from sppo.config.huggingface_families import FAMILIES
+from sppo.config.optimizer import steps_of
 from sppo.config.problems import MISSING, Problem
 from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig
 from sppo.quoting import quoted
@@ -258,6 +259,38 @@ def _disk_is_named(run: RunConfig) -> Broken:
             yield key, "in which directory? write activations.disk=DIR, on a fast local disk"
 
 
+def _decay_suits_schedule(run: RunConfig) -> Broken:
+    """``optimizer.decay_steps`` is required for wsd, and it and ``decay`` belong to wsd only.
+
+    Warm-up and decay together are at most as long as the schedule.
+    """
+    optimizer = run.optimizer
+    if optimizer.schedule != "wsd":
+        for key in ("optimizer.decay_steps", "optimizer.decay"):
+            if attrgetter(key)(run) is not None:
+                yield (
+                    key,
+                    f"is of schedule wsd, and optimizer.schedule={optimizer.schedule} decays from "
+                    "the end of warm-up on; write optimizer.schedule=wsd, or leave it out",
+                )
+        return
+    if optimizer.decay_steps is None:
+        rule = "optimizer.schedule=wsd needs it; write a number of steps, or a share such as 20%"
+        yield "optimizer.decay_steps", rule
+        return
+    total = optimizer.schedule_steps or run.train.steps
+    warmup, decay = (
+        steps_of(value, of=total) for value in (optimizer.warmup_steps, optimizer.decay_steps)
+    )
+    if warmup + decay > total:
+        whose = "train.steps" if optimizer.schedule_steps is None else "optimizer.schedule_steps"
+        yield (
+            "optimizer.decay_steps",
+            f"{decay} steps after {warmup} of warm-up are more than {whose}={total}; lower it to "
+            f"at most {max(0, total - warmup)}, or raise {whose}",
+        )
+
+
 def _window_fits(run: RunConfig) -> Broken:
     """``model.sliding_window_first_layer`` is at most the number of layers."""
     if run.model.sliding_window_first_layer > run.model.num_layers:
@@ -298,6 +331,7 @@ RULES = (
     _step_suits_samples,
     _replicas_share_no_step,
     _replicas_get_samples,
+    _decay_suits_schedule,
 )
 
 

@@ -24,13 +24,13 @@ from sppo.config.base import (
     list_of,
 )
 from sppo.config.model import ModelConfig
+from sppo.config.optimizer import OptimizerConfig
 
 Cuts = Annotated[
     tuple[Size, ...],
     Field(max_length=MOST_SUBSEQUENCES + 1),
     BeforeValidator(list_of("cuts, such as [0, 5000, 16384]")),
 ]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 ScheduleName = Literal[
     "gpipe",
@@ -202,31 +202,6 @@ class StateConfig(Section):
     virtual stage at a time and are updated there."""
     optimizer: StateTierChoice = "auto"
     """Tier of the fp32 master weights and both moments; the optimizer updates them on this tier."""
-
-
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = Field(default=3e-4, ge=0)
-    """Learning rate at the peak of the schedule."""
-    betas: Annotated[
-        tuple[Decay, Decay],
-        BeforeValidator(list_of("2 numbers, such as [0.9, 0.95]", length=2)),
-    ] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Number added to the square root of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay of matrices and embeddings; biases and norms have none."""
-    clip_norm: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 does not clip."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay of the learning rate after warm-up, towards ``final_lr_ratio``."""
-    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Number of steps over which the learning rate rises to ``lr``."""
-    final_lr_ratio: Fraction = 0.0
-    """Fraction of ``lr`` at the end of cosine and linear decay. It is reached one step after the
-    last step, so that every step has a rate above 0."""
 
 
 class TrainConfig(Section):

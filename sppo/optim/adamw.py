@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.parameters import is_decayed
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments of a parameter in torch's AdamW."""

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.memory.state_memory import UPDATE_SLOTS
 from sppo.cost.parameters import is_decayed
 from sppo.offload.lane import Lane

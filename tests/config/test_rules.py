@@ -54,6 +54,8 @@ TWO_REPLICAS = {"data_parallel_degree": 2}
         # What a run file alone cannot tell: a CPU has no host tier, which training refuses.
         {"activations": {"tier": "host"}},
         {"state": {"optimizer": "host"}},
+        {"optimizer": {"schedule": "wsd", "warmup_steps": "3%", "decay_steps": "97%"}},
+        {"optimizer": {"warmup_steps": 200, "schedule_steps": 100}},
         {**DOCUMENTS, "train": {"samples_per_step": 2}},
         {**DOCUMENTS, "train": {"samples_per_step": 1}, "sequence": {"longer": "drop"}},
         {**DOCUMENTS, "train": {"tokens_per_step": 64}, "sequence": {"longer": "refuse"}},
@@ -168,6 +170,29 @@ def test_what_goes_together(sections):
         ),
         ({"train": {"samples_per_step": 3}}, "train.samples_per_step 3 counts samples"),
         ({"train": {"tokens_per_step": 640}}, "train.tokens_per_step 640 counts samples"),
+        (
+            {"optimizer": {"decay_steps": 5}},
+            "optimizer.decay_steps 5 is of schedule wsd, and optimizer.schedule=cosine decays",
+        ),
+        (
+            {"optimizer": {"schedule": "linear", "decay": "sqrt"}},
+            "optimizer.decay sqrt is of schedule wsd",
+        ),
+        (
+            {"optimizer": {"schedule": "wsd"}},
+            "optimizer.decay_steps (missing) optimizer.schedule=wsd needs it",
+        ),
+        (
+            {"optimizer": {"schedule": "wsd", "warmup_steps": "3%", "decay_steps": 98}},
+            "optimizer.decay_steps 98 98 steps after 3 of warm-up are more than train.steps=100; "
+            "lower it to at most 97",
+        ),
+        (
+            {"optimizer": {"warmup_steps": "3 steps"}},
+            "optimizer.warmup_steps '3 steps' write a number of steps, 0 to 1000000000000, or a "
+            "share",
+        ),
+        ({"optimizer": {"warmup_steps": "100.5%"}}, "optimizer.warmup_steps '100.5%' write"),
         ({"sequence": {"longer": "drop"}}, "sequence.longer drop a stream is cut into sequences"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.parameters import is_decayed
 from sppo.optim.adamw import AdamW
 from sppo.optim.gradient_norm import clip_, global_norm

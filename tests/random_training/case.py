@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from sppo.config.model import ModelConfig
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import LossTerms

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sppo.activations.policy import POLICIES
-from sppo.config.run import OptimizerConfig
+from sppo.config.optimizer import OptimizerConfig
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
 from tests.engine.models import VARIANTS, random_weights, tiny_model
