@@ -305,8 +305,7 @@ def check_first_checkpoint(run: RunConfig) -> None:
     A run that has checkpoints is not checked: its next save removes what a killed save left behind.
     """
     config, directory = run.checkpoint, Path(run.train.output) / CHECKPOINTS_DIRECTORY
-    saves = config.at_end or config.every not in ("auto", 0)
-    if not saves or list_checkpoints(directory):
+    if not (config.at_end or config.every) or list_checkpoints(directory):
         return
     disk = shutil.disk_usage(next(path for path in directory.absolute().parents if path.is_dir()))
     needed = 3 * ACCUMULATION_BYTES * num_parameters(run.model)  # weights and both moments

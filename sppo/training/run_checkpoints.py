@@ -22,6 +22,8 @@ AUTOMATIC_S = 600.0
 """Least seconds of training from one checkpoint to the next with ``checkpoint.every=auto``."""
 SAVING_SHARE = 0.05
 """Largest share of the time that automatic checkpoints take; they are rarer if saving is slow."""
+SAVE_FILE = "save"
+"""File in the output directory that asks a run to save after its current step."""
 _TIMEOUT_FACTOR = 10
 """Factor on ``parallel.timeout_s`` for waits for other ranks that read or write a checkpoint."""
 
@@ -90,6 +92,18 @@ class RunCheckpoints:
             return False
         waited_s = time.monotonic() - self._saved_at
         return waited_s >= max(AUTOMATIC_S, self._saving_s / SAVING_SHARE)
+
+    def is_asked_for(self, step: int) -> bool:
+        """Return whether this rank finds the file that asks for a checkpoint."""
+        return step != self._saved_step and (self._output / SAVE_FILE).is_file()
+
+    def take_request(self) -> bool:
+        """Remove the file that asks for a checkpoint; return whether rank 0 removed it here."""
+        request = self._output / SAVE_FILE
+        if self._peers.rank != 0 or not request.is_file():
+            return False
+        request.unlink(missing_ok=True)
+        return True
 
     def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
         """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.

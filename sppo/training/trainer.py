@@ -24,7 +24,7 @@ from sppo.training.preflight import CheckedRun
 from sppo.training.records.executed_step import step_timelines
 from sppo.training.records.outcome import Baseline, TrainingOutcome
 from sppo.training.records.step_records import StepRecords
-from sppo.training.run_checkpoints import RunCheckpoints
+from sppo.training.run_checkpoints import SAVE_FILE, RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps
 from sppo.training.state import DTYPES, TrainingState, build_state
@@ -178,7 +178,7 @@ class StepLoop:
         self._agree_that_all_is_recorded()
 
     def _agree_to_go_on(self, stop: StopRequest) -> bool:
-        """Return whether a checkpoint is due by the clock of rank 0, on all ranks.
+        """Return whether a checkpoint is due or asked for on rank 0, on all ranks.
 
         Raises:
             Interrupted: A rank received a signal, or failed to record a step.
@@ -186,7 +186,8 @@ class StepLoop:
         reason = stop.signal_name
         if self._records.failure is not None:
             reason = f"{self._records.failure.filename}: {self._records.failure.strerror}"
-        is_due = self._checkpoints.is_due_by_time(self._outcome.done_steps)
+        done, checkpoints = self._outcome.done_steps, self._checkpoints
+        is_due = checkpoints.is_due_by_time(done) or checkpoints.is_asked_for(done)
         told = self._peers.all_gather((reason, is_due))
         named = [name for name, _ in told if name is not None]
         if named:
@@ -291,7 +292,8 @@ class StepLoop:
         """Return whether a run that ends now must be saved. Collective."""
         if self._run.checkpoint.at_end or self._outcome.done_steps < self._run.train.steps:
             return True
-        return any(self._peers.all_gather(self._records.failure is not None))
+        asked = self._checkpoints.is_asked_for(self._outcome.done_steps)
+        return any(self._peers.all_gather(asked or self._records.failure is not None))
 
     def _save_if(self, is_due: bool) -> None:
         """Save a checkpoint if it is due, unless the update of the last step was skipped.
@@ -304,6 +306,9 @@ class StepLoop:
 
     def _save(self) -> str | None:
         """Save a checkpoint; print and return why it was not saved, or return None."""
+        if self._checkpoints.take_request():
+            step = self._outcome.done_steps
+            self._records.say(f"{SAVE_FILE} is removed, as it asks: saving after step {step}")
         unsaved = self._checkpoints.save(
             self._outcome.done_steps,
             sequences_consumed=self._consumed,

@@ -159,7 +159,8 @@ def test_too_little_space_for_the_first_checkpoint_is_told_before_the_first_step
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: full)
     error = refuse_unchanged(work, code=4)
     assert "are free for out/checkpoints: free some space, or set train.output" in error
-    succeed("train", "run.yaml", "checkpoint.at_end=false")  # nothing is saved
+    assert "a checkpoint takes" in refuse("train", "run.yaml", "checkpoint.at_end=false", code=4)
+    succeed("train", "run.yaml", "checkpoint.at_end=false", "checkpoint.every=0")
 
 
 @pytest.mark.parametrize("extra", [["checkpoint.async_save=true"], *exhaustive([])])
