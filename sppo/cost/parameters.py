@@ -15,6 +15,12 @@ from sppo.config.model import ModelConfig
 
 Shape = tuple[int, ...]
 
+_KINDS = {
+    **dict.fromkeys(("embed", "positions"), "embed"),
+    **dict.fromkeys(("gate", "up", "down"), "mlp"),
+    "head": "head",
+}
+
 
 def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of the parameters of a layer, by name without the ``layers.i.`` prefix."""
@@ -93,6 +99,12 @@ def num_parameters(model: ModelConfig) -> int:
 def is_decayed(name: str) -> bool:
     """Return whether weight decay applies: to matrices and embeddings, not to biases and norms."""
     return not name.endswith(("bias", "norm.weight"))
+
+
+def parameter_kind(name: str) -> str:
+    """Return the kind of a parameter: embed, attention, mlp, norm or head."""
+    module = name.split(".")[-2]
+    return _KINDS.get(module, "norm" if module.endswith("norm") else "attention")
 
 
 def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:

@@ -40,6 +40,11 @@ class MasterState(ABC):
         """Number of updates done, without skipped steps."""
         return self._steps
 
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """Values of the parameters in at least fp32, by global name."""
+        return self._masters
+
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint saves and a resumed run needs, in one flat dictionary.
 

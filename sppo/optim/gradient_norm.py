@@ -32,6 +32,17 @@ def global_norm(
     return norm
 
 
+def clip_factor(norm: Tensor, *, clip_norm: float) -> Tensor:
+    """Return the factor with which gradients of a norm are clipped, 0-d, without synchronising.
+
+    As in :func:`torch.nn.utils.clip_grad_norm_` it is min(1, clip_norm / (norm + 1e-6)), and 1 for
+    a clip_norm of 0, which does not clip.
+    """
+    if clip_norm == 0:
+        return torch.ones_like(norm)
+    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+
+
 def clip_(
     gradients: Mapping[str, Tensor],
     *,
@@ -39,9 +50,7 @@ def clip_(
     clip_norm: float,
     after_each: Callable[[], None] | None = None,
 ) -> None:
-    """Scale the gradients in place so that their global norm is at most ``clip_norm``.
-
-    As in :func:`torch.nn.utils.clip_grad_norm_`, the factor is min(1, clip_norm / (norm + 1e-6)).
+    """Scale the gradients in place by :func:`clip_factor`, to a global norm of ``clip_norm``.
 
     Args:
         gradients: Gradients by global name, fp32.
@@ -52,7 +61,7 @@ def clip_(
     if clip_norm == 0:
         return
     # Scaling by 1 if nothing is clipped avoids a comparison on the host, which synchronises.
-    factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    factor = clip_factor(norm, clip_norm=clip_norm)
     if after_each is None:
         torch._foreach_mul_(list(gradients.values()), factor)
         return

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock, blocks_of_interval, whole
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, parameter_shapes
+from sppo.cost.parameters import Shape, parameter_kind, parameter_shapes
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.gathered_weights import GatheredWeights
@@ -289,6 +289,29 @@ class ShardedState:
         squares = float(sum_of_squares(counted, after_each=after_each)) if counted else 0.0
         (total,) = peers.total([squares])
         return torch.tensor(total**0.5, dtype=next(iter(gradients.values())).dtype)
+
+    def squares_by_kind(
+        self, tensors: Mapping[str, Tensor], *, after_each: Callable[[], None] | None = None
+    ) -> dict[str, float]:
+        """Return the sums of squares by kind of parameter, for all kinds of the model.
+
+        Each element counts on one rank only, so the sums over all ranks are those of the model.
+
+        Args:
+            tensors: Tensors like what this rank updates (:meth:`owned`), by global name.
+            after_each: Called after each tensor has been read.
+        """
+        of_kind: dict[str, list[Tensor]] = {parameter_kind(name): [] for name in self._whole_shapes}
+        for name, update in self._updates.items():
+            layout, begin = self._layouts[self._keys[name]], update.elements.start
+            own = layout.part(name, layout.own)
+            if own is not None and (name != _TIED or self._speaks_for_tied):
+                within = slice(own.elements.start - begin, own.elements.stop - begin)
+                of_kind[parameter_kind(name)].append(tensors[name].reshape(-1)[within])
+        return {
+            kind: float(sum_of_squares(parts, after_each=after_each)) if parts else 0.0
+            for kind, parts in of_kind.items()
+        }
 
     def blocks(self, state: Mapping[str, Tensor]) -> dict[str, list[StateBlock]]:
         """Return an optimizer's state over :meth:`owned` as blocks of the whole model's tensors."""

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 
 _SECTIONS = {
-    "train": ("loss", "grad_norm", "lr", "skipped"),
+    "train": ("loss", "grad_norm", "clipped", "lr", "skipped"),
     "speed": (
         *("step_s", "predicted_step_s", "tokens_per_s", "mfu", "hfu", "exposed_copy_s"),
         *("copy_out_bytes_per_s", "copy_back_bytes_per_s"),
@@ -44,6 +44,12 @@ class StepMetrics:
     skipped, and is NaN in a step without valid labels."""
     grad_norm: _NanIfNull
     """Global norm of the gradients before clipping."""
+    clipped: float | None = None
+    """Factor by which gradients were scaled to ``optimizer.clip_norm``; 1 if they were not clipped,
+    None if the update was skipped and in files of older versions."""
+    norms: dict[str, dict[str, _NanIfNull]] | None = None
+    """Norms of weights and of gradients before clipping, ``weight`` and ``gradient``, by kind of
+    parameter: embed, attention, mlp, norm, head. Every ``train.norms_every`` steps, else None."""
     lr: float
     """Scheduled learning rate of the step, also if the update was skipped."""
     tokens: int
@@ -205,7 +211,9 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def finite_or_none(value: Any) -> Any:
-    """Return ``value``, or None for a NaN or infinite float, which JSON cannot represent."""
+    """Return ``value`` with None for NaN and infinite floats, which JSON cannot represent."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

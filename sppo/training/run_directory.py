@@ -48,7 +48,7 @@ _MAY_CHANGE = frozenset(
             for key in ("num_subsequences", "partition", "alignment", "boundaries")
         ),
         *("train.steps", "train.tensorboard", "train.nonfinite", "train.max_nonfinite_steps"),
-        "train.output",
+        *("train.norms_every", "train.output"),
     }
 )
 """Sections and keys that may change when a run is resumed: its length, how often it is saved and

@@ -82,6 +82,20 @@ class TrainingState:
         """Return the Euclidean norm of the gradients of all ranks."""
         return self.sharded.norm(self.gradients, peers, after_each=self._after_each)
 
+    def norms_by_kind(self, peers: HostCollectives) -> dict[str, dict[str, float]]:
+        """Return the norms of fp32 weights and of gradients by kind of parameter. Collective."""
+        squares = self.sharded.squares_by_kind
+        gradients = squares(self.sharded.owned(self.gradients), after_each=self._after_each)
+        weights = squares(self.optimizer.masters, after_each=self._after_each)
+        total = peers.total([*weights.values(), *gradients.values()])
+        self.drop_pages()
+        return {
+            kind: {"weight": weight**0.5, "gradient": gradient**0.5}
+            for kind, weight, gradient in zip(
+                weights, total[: len(weights)], total[len(weights) :], strict=True
+            )
+        }
+
     def update(
         self, own: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float, lr: float
     ) -> None:

@@ -25,6 +25,7 @@ from sppo.engine.step_programs import PlannedStep
 from sppo.engine.trace import Trace
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
+from sppo.optim.gradient_norm import clip_factor
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.peer_errors import LATE, PeerLostError
 from sppo.parallel.job.timeouts import stall_timeout
@@ -180,6 +181,10 @@ class DoneStep:
 
     result: StepResult
     sums: StepSums
+    clipped: float
+    """Factor by which an update scales the gradients to clip them."""
+    norms: Mapping[str, Mapping[str, float]] | None
+    """Norms of weights and gradients by kind of parameter; None if this step has none."""
     lr: float | None
     """Learning rate of the update; None if the update was skipped."""
     copies: CopyReport
@@ -234,16 +239,19 @@ def run_step(
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
     sums = StepSums(num_valid, loss, float(norm), state.sharded.owned(state.gradients))
+    every, clip_norm = job.run.train.norms_every, job.run.optimizer.clip_norm
+    norms = state.norms_by_kind(peers) if every and work.number % every == 0 else None
+    clipped = float(clip_factor(norm, clip_norm=clip_norm))
     lr = decide(sums)
     if lr is not None:
-        clip_norm = job.run.optimizer.clip_norm
         state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
     device.synchronize()
     seconds = time.perf_counter() - began_s
     copies = state.add_tier_bytes(state.engine.take_copies())
     copies = copies.without_host if device.kind == "cpu" else copies
     peaks = state.engine.take_peaks()
-    return DoneStep(result, sums, lr, copies, peaks, seconds, seconds - actions_s)
+    rest_s = seconds - actions_s
+    return DoneStep(result, sums, clipped, norms, lr, copies, peaks, seconds, rest_s)
 
 
 def await_device(job: Job, executed: Trace, *, what: str, predicted_s: float) -> None:

@@ -144,6 +144,8 @@ class StepRecords:
             step=work.number,
             loss=done.sums.loss,
             grad_norm=done.sums.norm,
+            clipped=None if done.lr is None else done.clipped,
+            norms=done.norms,
             lr=lr,
             tokens=int(tokens),
             labels=done.sums.num_valid,
