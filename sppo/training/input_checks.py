@@ -17,7 +17,7 @@ from sppo.model.hf_files import check_headers
 from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, uses_msp
+from sppo.planning.search.choices import Degrees, degree_problems
 from sppo.quoting import quoted
 from sppo.training.run_directory import check_output
 
@@ -40,8 +40,7 @@ def check_inputs(run: RunConfig) -> None:
 
 def input_problems(run: RunConfig) -> Iterator[Problem]:
     """Yield the problems of each input that the run names."""
-    for key, rule in degree_problems(run):
-        yield Problem(f"parallel.{key}", quoted(getattr(run.parallel, key)), rule)
+    yield from _degree_problems(run)
     data, hardware, disk, weights = run.data, run.hardware, run.activations.disk, run.model.from_hf
     machine = hardware if hardware == "auto" else hardware.file or hardware.preset
     yield from problems_of_check("hardware", machine, lambda: hardware_for(hardware))
@@ -72,33 +71,13 @@ def problems_of_check(key: str, value: object, check: Callable[[], object]) -> I
         yield Problem(key, quoted(value), text)
 
 
-def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
-    parallel, model = run.parallel, run.model
+def _degree_problems(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of the run's degrees; those of MSP once the pipeline degree is known."""
     # With GPUs, a degree that is left out is chosen when training starts.
     decided = "pipeline_parallel_degree" not in run.parallel.open_degrees or find_gpus() is None
-    if uses_msp(run) and decided:
-        problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
-        if problem is not None:
-            yield "multiplexed" if parallel.multiplexed == "on" else "schedule", problem
-    if parallel.pipeline_parallel_degree > model.num_layers:
-        yield (
-            "pipeline_parallel_degree",
-            f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
-            f"needs a layer, and the model has {model.num_layers}; use at most that many",
-        )
-    of_documents = run.data.samples == "documents"
-    if not of_documents and run.train.sequences_per_step % parallel.data_parallel_degree:
-        yield (
-            "data_parallel_degree",
-            f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
-            f"train.sequences_per_step {run.train.sequences_per_step} cannot be divided evenly; "
-            "make it a multiple",
-        )
-    try:
-        shard_heads(run, degree=parallel.sequence_parallel_degree)
-    except ValueError as error:
-        yield "sequence_parallel_degree", str(error)
+    for key, rule in degree_problems(run, degrees=Degrees.of_run(run)):
+        if decided or key not in ("multiplexed", "schedule"):
+            yield Problem(f"parallel.{key}", quoted(getattr(run.parallel, key)), rule)
 
 
 def _check_tensorboard() -> None:

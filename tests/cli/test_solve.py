@@ -121,9 +121,13 @@ def test_rejections_are_grouped_for_people_and_listed_for_programs():
 def test_degrees_that_cannot_work_are_said(run):
     words = (run, *QUICK, "model.num_layers=4", "parallel.sequence_parallel_degree=1")
     reasons = [rejection["reason"] for rejection in report(*words)["rejected"]]
-    assert reasons == ["4 layers cannot be divided into 8 stages"]
+    every_stage = "every stage needs a layer, and the model has 4; use at most that many"
+    assert reasons == [f"parallel.pipeline_parallel_degree 8: {every_stage}"]
     text = one_line(succeed("solve", *words))
-    assert "1 other way does not work (--json lists it): 1 × SP 1 · PP 8 · DP 1: 4 layers" in text
+    assert (
+        "1 other way does not work (--json lists it): 1 × SP 1 · PP 8 · DP 1: parallel.pipeline"
+        in text
+    )
 
 
 @pytest.fixture
@@ -230,7 +234,7 @@ def test_heads_that_cannot_be_shared_out(run):
     words = (run, "parallel.sequence_parallel_degree=3", "hardware.devices_per_node=3")
     text = one_line(refuse("solve", *words, code=3))
     assert "error: no way to divide the devices works" in text
-    assert "32 attention heads cannot be divided by a sequence-parallel group of 3" in text
+    assert "32 query heads cannot be sharded evenly; use a divisor of 32" in text
     assert "of these nodes alone do not make it fit" not in text
     found = report(*words, code=3)
     assert found["nearest"] is None

@@ -13,12 +13,12 @@ from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.estimate import estimate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.search import evaluated_candidate
+from sppo.planning.search.choices import Degrees, degree_problems
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import WORTH_IT
 from sppo.planning.search.solver import Solution, quick_best, solve
 from sppo.schedule.orders.names import WHOLE_SEQUENCES
 from sppo.schedule.simulation.simulate import simulate
-from sppo.training.input_checks import degree_problems
 from sppo.training.preflight import check_trainable
 from sppo.training.start import followed_plan
 from tests.planning.cases import run_config
@@ -252,7 +252,7 @@ def is_trained(run: RunConfig, solution: Solution) -> None:
     """Training refuses nothing of what is recommended, whatever it looks at before it begins."""
     plan = make_plan(run, solution.best)
     followed = followed_plan(run, plan)
-    assert not [*degree_problems(followed)]
+    assert not [*degree_problems(followed, degrees=Degrees.of_run(followed))]
     check_trainable(followed, plan, kind=plan.hardware.device.kind)
 
 

@@ -8,9 +8,8 @@ from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.estimate import estimate
 from sppo.planning.run_plan import executed_candidate, plan_run
-from sppo.planning.search.choices import multiplexed_problem
+from sppo.planning.search.choices import Degrees, degree_problems, multiplexed_problem
 from sppo.planning.search.solver import solve
-from sppo.training.input_checks import degree_problems
 from tests.planning.cases import run_config
 
 
@@ -38,7 +37,7 @@ REFUSED = [
 def test_every_command_refuses_alike(command, keys, said):
     degrees = {"pipeline_parallel_degree": 2, "sequence_parallel_degree": 4}
     run = multiplexed(data_parallel_degree=1, **{**degrees, **keys})
-    ((key, rule),) = degree_problems(run)
+    ((key, rule),) = degree_problems(run, degrees=Degrees.of_run(run))
     assert key in keys
     with pytest.raises(ValueError, match=said) as refused:
         command(run, hardware=hardware_for(run.hardware))
@@ -58,7 +57,7 @@ def test_units_of_many_samples_are_not_shared():
     documents = {"tokens": "data", "samples": "documents"}
     train = {"samples_per_step": 3}
     run = run_config("llama-3.2-1b", length="32Ki", data=documents, parallel=asked, train=train)
-    ((key, rule),) = degree_problems(run)
+    ((key, rule),) = degree_problems(run, degrees=Degrees.of_run(run))
     assert key in asked
     steps = DrawnSteps("", "", ((32768, 1024, 512),))
     with pytest.raises(ValueError, match="hold many samples") as refused:

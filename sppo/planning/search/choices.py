@@ -5,7 +5,7 @@ A key that is written in the run file is a condition; the solver chooses a key t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, isqrt, prod
@@ -293,7 +293,12 @@ def degrees_to_try(
             room = total // sequence // pipeline
             data = _data_degree(run, room=room, fixed=fixed, samples=samples)
             degrees = Degrees(data, pipeline, sequence)
-            reason = _refusal(run, degrees=degrees, total=total, samples=samples)
+            if degrees.num_devices > total:
+                needed = degrees.num_devices
+                refused[degrees] = f"needs {needed} devices, and there are {total}"
+                continue
+            problems = degree_problems(run, degrees=degrees, samples=samples)
+            _, reason = next(problems, (None, None))
             if reason is None:
                 possible.append(degrees)
             else:
@@ -445,38 +450,60 @@ def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: i
     return max(n for n in divisors(sequences) if n <= max(1, room))
 
 
-def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | None) -> str | None:
-    model = run.model
-    layers, heads = counted(model.num_layers, "layer"), counted(model.num_heads, "attention head")
-    if degrees.num_devices > total:
-        return f"needs more devices than there are: {degrees.num_devices}, there are {total}"
-    virtual = run.parallel.virtual_stages
-    stages = degrees.pipeline_parallel * (1 if virtual == "auto" else virtual)
-    if stages > model.num_layers:
-        return f"{layers} cannot be divided into {stages} stages"
-    if model.num_heads % degrees.sequence_parallel:
-        return (
-            f"{heads} cannot be divided by a sequence-parallel group of {degrees.sequence_parallel}"
+def degree_problems(
+    run: RunConfig, *, degrees: Degrees, samples: int | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step.
+
+    Args:
+        run: Validated run configuration.
+        degrees: Degrees of parallelism.
+        samples: Fewest samples of a step, which replicas share; None if that is not known.
+    """
+    parallel, layers, ranks = run.parallel, run.model.num_layers, degrees.pipeline_parallel
+    if ranks > layers:
+        yield (
+            "pipeline_parallel_degree",
+            f"parallel.pipeline_parallel_degree {ranks}: every stage needs a layer, and the model "
+            f"has {layers}; use at most that many",
+        )
+    elif parallel.virtual_stages != "auto" and ranks * parallel.virtual_stages > layers:
+        yield (
+            "virtual_stages",
+            f"parallel.virtual_stages {parallel.virtual_stages} on {ranks} ranks: every stage "
+            f"needs a layer, and the model has {layers}; use at most {layers // ranks}",
         )
     try:
         shard_heads(run, degree=degrees.sequence_parallel)
     except ValueError as error:
-        return str(error)
-    if samples is not None:
-        if run.parallel.zero >= _SHARDED_GRADIENTS and degrees.data_parallel > 1:
-            return (
-                f"parallel.zero={run.parallel.zero} shards gradients over replicas, and those of "
-                "data.samples=documents run programs of their own"
-            )
-        if degrees.data_parallel > samples:
-            few = counted(samples, "sample")
-            return f"{few} of a step for {degrees.data_parallel} replicas: one has none"
-    elif run.train.sequences_per_step % degrees.data_parallel:
+        yield "sequence_parallel_degree", str(error)
+    share = _share_problem(run, replicas=degrees.data_parallel, samples=samples)
+    if share is not None:
+        replicas = f"parallel.data_parallel_degree {degrees.data_parallel}"
+        yield "data_parallel_degree", f"{replicas}: {share}"
+    multiplexed = multiplexed_problem(run, degrees=degrees) if uses_msp(run) else None
+    if multiplexed is not None:
+        yield "multiplexed" if parallel.multiplexed == "on" else "schedule", multiplexed
+
+
+def _share_problem(run: RunConfig, *, replicas: int, samples: int | None) -> str | None:
+    """Return the reason why replicas cannot share a step, and what to change; None if they can."""
+    train, zero = run.train, run.parallel.zero
+    if run.data.samples != "documents":
+        if train.sequences_per_step % replicas == 0:
+            return None
         return (
-            f"train.sequences_per_step {run.train.sequences_per_step} is not a multiple of "
-            f"{degrees.data_parallel} replicas"
+            f"train.sequences_per_step {train.sequences_per_step} cannot be divided evenly; make "
+            "it a multiple"
         )
-    return multiplexed_problem(run, degrees=degrees) if uses_msp(run) else None
+    if zero >= _SHARDED_GRADIENTS and replicas > 1:
+        return (
+            f"parallel.zero={zero} shards gradients over replicas, and those of "
+            "data.samples=documents run programs of their own; use parallel.zero=1"
+        )
+    if samples is not None and replicas > samples:
+        return f"a step may have only {counted(samples, 'sample')}, and every replica needs one"
+    return None
 
 
 @lru_cache(maxsize=1024)

@@ -7,8 +7,7 @@ import pytest
 from sppo.config.base import MOST_SUBSEQUENCES
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.search import candidates
-from sppo.planning.search.choices import degrees_to_try, subsequence_counts_to_try
-from sppo.training.input_checks import degree_problems
+from sppo.planning.search.choices import degree_problems, degrees_to_try, subsequence_counts_to_try
 from tests.planning.cases import run_config, solved
 
 PHI = {
@@ -33,9 +32,7 @@ def test_groups_divide_the_key_value_heads(mechanism):
     reasons = {reason for degrees, reason in refused.items() if degrees.sequence_parallel == 8}
     assert any("must divide the 10 key/value heads" in reason for reason in reasons)
     for degrees in possible:
-        asked = {"sequence_parallel_degree": degrees.sequence_parallel}
-        parallel = run.parallel.model_copy(update=asked)
-        assert not [*degree_problems(run.model_copy(update={"parallel": parallel}))]
+        assert not [*degree_problems(run, degrees=degrees)]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

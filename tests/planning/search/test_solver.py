@@ -181,7 +181,7 @@ def test_sequences_are_shared_out_over_replicas():
     assert {o.degrees.data_parallel for o in all_candidates(solution)} <= {1, 3}
     refused = solved(small(parallel={"data_parallel_degree": 2}))
     assert refused.best is None
-    assert "is not a multiple of 2 replicas" in refused.rejected[0].reason
+    assert "cannot be divided evenly; make it a multiple" in refused.rejected[0].reason
 
 
 def test_tiers_that_are_written_are_kept():
