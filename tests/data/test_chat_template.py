@@ -1,4 +1,5 @@
 from datetime import date
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer
@@ -28,6 +29,7 @@ ORIGINALS = (
 CHATS = {
     "asked": Chat(ASKED, None, {}, 4, (True,) * 5),
     "reasoned": Chat(REASONED, None, {"enable_thinking": False}, None, (True,) * 4),
+    "last": Chat(tuple(REASONED[2:]), None, {}, None, (True,) * 2),
     "called": Chat(CALLED, TOOLS, {}, None, (True,) * 8),
 }
 
@@ -62,17 +64,57 @@ def test_ids_are_those_of_transformers(name, tmp_path):
     assert rendered >= 1
 
 
-def test_marks_are_those_of_transformers(tmp_path):
-    made = loaded(tmp_path, template("llama3_training"))
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gptoss", "gemma3", "phi3", "cohere"])
+def test_marks_are_those_of_transformers(name, tmp_path):
+    made = loaded(tmp_path, template(f"{name}_training"), date=str(date.today()))
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    chat = CHATS["reasoned"]
     theirs = rendered_by_transformers(
-        tmp_path, CHATS["asked"], return_dict=True, return_assistant_tokens_mask=True
+        tmp_path, chat, return_dict=True, return_assistant_tokens_mask=True
     )
-    marked = made.marked(CHATS["asked"])
+    marked = made.marked(chat)
     encoding = backend.encode(marked.text, add_special_tokens=False)
     assert made.method == "marked"
     assert encoding.ids == theirs["input_ids"]
     assert marked.counting(encoding.offsets).astype(int).tolist() == theirs["assistant_masks"]
+    assert 0 < sum(theirs["assistant_masks"]) < len(encoding.ids)
+
+
+UNLIKE = {"llama3_1", "llama3_2", "mistral", "glm4moe"}
+"""Originals of which trl has no variant with marks that renders any of these chats alike."""
+SUPPLIED = {"<｜Assistant｜>", "<|start|>assistant", "<think>", "<think></think>", "</s>", ""}
+"""What trl's templates mark though whoever generates supplies it, or though the turn is over."""
+
+
+@pytest.mark.parametrize("name", sorted({*ORIGINALS, "llama3"} - UNLIKE))
+def test_spans_are_the_marks_of_trl(name, tmp_path):
+    ours = loaded(tmp_path / "ours", template(name))
+    trl = loaded(tmp_path / "trl", template(f"{name}_training"))
+    compared = 0
+    for chat in CHATS.values():
+        try:
+            theirs = trl.marked(chat)
+            mine = ours.marked(chat)
+        except ValueError:
+            continue
+        if mine.text != theirs.text:
+            continue
+        trained, marked = (
+            {at for span in one.trained for at in range(*span)} for one in (mine, theirs)
+        )
+        assert trained <= marked
+        more = sorted(marked - trained)
+        pieces = [[mine.text[at] for at in run] for run in runs(more)]
+        for piece in map("".join, pieces):
+            assert piece.strip() in SUPPLIED
+        compared += 1
+    assert compared >= 1
+
+
+def runs(numbers):
+    """Split ascending numbers where one is left out."""
+    cuts = [i for i, (a, b) in enumerate(pairwise(numbers), start=1) if b != a + 1]
+    return [numbers[a:b] for a, b in pairwise([0, *cuts, len(numbers)])]
 
 
 def test_completion_is_what_follows_the_prompt(tmp_path):

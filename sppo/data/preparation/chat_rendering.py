@@ -133,7 +133,30 @@ def compiled(text: str) -> Template:
 
 def has_marks(text: str) -> bool:
     """Return whether a template has ``{% generation %}`` blocks."""
-    return any(True for _ in _Environment().parse(text).find_all(nodes.CallBlock))
+    blocks = _Environment().parse(text).find_all(nodes.CallBlock)
+    return any(isinstance(block.call.node, nodes.ExtensionAttribute) for block in blocks)
+
+
+@lru_cache(maxsize=16)
+def looks_for(text: str) -> tuple[str, ...]:
+    """Return the texts that a template looks for in others, or gives to functions for texts.
+
+    They are the constants in ``'</think>' in content``, in arguments such as those of
+    ``content.split('</think>')``, and in ``{% set end = '</think>' %}``.
+    """
+    tree = _Environment().parse(text)
+    constants: list[nodes.Node] = [
+        *(compared.expr for compared in tree.find_all(nodes.Compare) if _is_search(compared)),
+        *(item for call in tree.find_all(nodes.Call) for item in call.args),
+        *(item for used in tree.find_all(nodes.Filter) for item in used.args),
+        *(assigned.node for assigned in tree.find_all(nodes.Assign)),
+    ]
+    values = (node.value for node in constants if isinstance(node, nodes.Const))
+    return tuple({value for value in values if isinstance(value, str) and value.strip()})
+
+
+def _is_search(compared: nodes.Compare) -> bool:
+    return any(operand.op in ("in", "notin") for operand in compared.ops)
 
 
 class _Generation(Extension):

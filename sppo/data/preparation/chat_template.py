@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date as Date  # noqa: N812
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from sppo.config.json_file import read_json
 from sppo.config.text_file import read_text_file
 from sppo.data.preparation.chat import Chat, template_messages
+from sppo.data.preparation.chat_spans import SpanError, Template, assistant_spans
 from sppo.data.preparation.marked_text import MarkedText
 from sppo.quoting import one_line, quoted
 
@@ -81,7 +83,7 @@ class ChatTemplate:
         settings = _settings(folder / "tokenizer_config.json")
         text, name = _find(folder, settings, option)
         _check_syntax(text, name)
-        return cls(
+        made = cls(
             text=text,
             name=name,
             special_tokens=_special_tokens(folder, settings),
@@ -92,6 +94,9 @@ class ChatTemplate:
             ),
             today=_day(date),
         )
+        if made.method == "marked":
+            made._check_marks()
+        return made
 
     @property
     def sha256(self) -> str:
@@ -99,16 +104,25 @@ class ChatTemplate:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
-    def method(self) -> Literal["marked"]:
-        """How the spans of assistant messages are found: ``marked``, by generation marks."""
+    def method(self) -> Literal["marked", "turns", "prefixes"]:
+        """How messages of the assistant are found.
+
+        ``marked``: by ``{% generation %}`` marks. ``turns``: after the generation prompt.
+        ``prefixes``: after the messages before, for templates without a generation prompt.
+        """
         from sppo.data.preparation.chat_rendering import has_marks
 
-        if not has_marks(self.text):
-            raise ValueError(
-                f"{self.name}: no {{% generation %}} marks tell what the assistant writes; give"
-                " --chat-template with them"
+        if has_marks(self.text):
+            return "marked"
+        asked = Chat(({"role": "user", "content": "Q"},), None, {}, None, (True,))
+        try:
+            without, prompted = (
+                self._render(asked, asked.messages, "", add_generation_prompt=prompt)[0]
+                for prompt in (False, True)
             )
-        return "marked"
+        except ValueError:  # the template wants other messages
+            return "turns"
+        return "prefixes" if without == prompted else "turns"
 
     def marked(
         self, chat: Chat, train_on: TrainOn = "assistant", source: str = "chat"
@@ -127,7 +141,8 @@ class ChatTemplate:
         text, marks = self._render(chat, chat.messages, source)
         if train_on == "all":
             return MarkedText(text, None)
-        if train_on == "completion":
+        wanted = _wanted(chat, train_on)
+        if train_on == "completion" and wanted == _assistants(chat, chat.prompt_messages or 0):
             prompt = self._prompt(chat, source)
             if not text.startswith(prompt):
                 raise ValueError(
@@ -135,8 +150,69 @@ class ChatTemplate:
                     " follows, so the completion cannot be located; use --train-on assistant"
                 )
             return MarkedText(text, ((len(prompt), len(text)),) if len(text) > len(prompt) else ())
-        assert self.method == "marked"
-        return MarkedText(text, tuple(span for span in marks if span[0] < span[1]))
+        if self.method == "marked":
+            return MarkedText(text, self._chosen(marks, chat, wanted, source))
+        from sppo.data.preparation.chat_rendering import looks_for
+
+        template = Template(
+            lambda messages, prompt: self._render(
+                chat, messages, source, add_generation_prompt=prompt
+            )[0],
+            looks_for(self.text),
+            self._special_tokens,
+        )
+        messages = template_messages(chat.messages)
+        try:
+            return MarkedText(text, assistant_spans(template, messages, wanted, text))
+        except SpanError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def _chosen(
+        self, marks: Sequence[tuple[int, int]], chat: Chat, wanted: Sequence[int], source: str
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the marks of the wanted messages."""
+        joined: list[tuple[int, int]] = []
+        for start, end in marks:
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], end)
+            elif start < end:
+                joined.append((start, end))
+        written = _assistants(chat)
+        if wanted == written:
+            return tuple(joined)
+        if len(joined) != len(written):
+            raise ValueError(
+                f"{source}: the template marks {len(joined)} spans for {len(written)} messages of"
+                " the assistant, so it cannot be told which are those to train on; train on all of"
+                " them, or give a --chat-template that marks each message once"
+            )
+        return tuple(joined[written.index(number)] for number in wanted)
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        """Pattern that finds the special tokens by which a message may end."""
+        from sppo.data.preparation.chat_rendering import looks_for
+
+        sought = looks_for(self.text)
+        special = [text for text, special in self.added_tokens if special and text not in sought]
+        longest_first = sorted(special, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def _check_marks(self) -> None:
+        """Refuse marks that leave out the token that ends a message of the assistant."""
+        messages = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "sppo"})
+        chat = Chat(messages, None, {}, None, (True, True))
+        try:
+            text, marks = self._render(chat, messages, "")
+        except ValueError:  # the template wants other messages
+            return
+        stop = self._special_tokens.search(text, text.rfind("sppo"))
+        if stop and not any(start <= stop.start() and stop.end() <= end for start, end in marks):
+            raise ValueError(
+                f"{one_line(self.name)}: {stop[0]} ends the messages of the assistant, and stands"
+                " outside of the template's {% generation %} marks, so the model would not learn to"
+                " stop; move it inside"
+            )
 
     def _prompt(self, chat: Chat, source: str) -> str:
         """Return the text of the prompt, up to where the completion begins."""
@@ -174,6 +250,18 @@ class ChatTemplate:
                 f"{source}: the chat template {one_line(self.name)} fails:"
                 f" {one_line(error, most=300)}; correct the row, or give another --chat-template"
             ) from None
+
+
+def _assistants(chat: Chat, first: int = 0) -> tuple[int, ...]:
+    """Return the indices of the messages of the assistant from the message ``first`` on."""
+    messages = enumerate(chat.messages)
+    return tuple(i for i, message in messages if i >= first and message["role"] == "assistant")
+
+
+def _wanted(chat: Chat, train_on: TrainOn) -> tuple[int, ...]:
+    """Return the indices of the messages of the assistant to train on."""
+    written = _assistants(chat, (chat.prompt_messages or 0) if train_on == "completion" else 0)
+    return tuple(i for i in (written[-1:] if train_on == "last" else written) if chat.trained[i])
 
 
 def _find(folder: Path, settings: dict[str, Any], option: str | None) -> tuple[str, str]:
