@@ -30,7 +30,7 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Any:
         dweight = torch.zeros_like(weight, dtype=torch.float32)
-        losses, dhidden = linear_cross_entropy_with_gradient(
+        losses, _, dhidden = linear_cross_entropy_with_gradient(
             hidden, weight, labels, scale=scale, dweight_VE=dweight
         )
         context.save_for_backward(dhidden, dweight.to(weight.dtype))

@@ -15,6 +15,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor
+from sppo.engine.label_losses import LabelLosses
 from sppo.engine.msp.providers import ShardProviders
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.providers.gradients import GradientProvider
@@ -59,27 +60,6 @@ class EnginePeaks:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLosses:
-    """Losses of consecutive tokens of one sequence, which this rank computed."""
-
-    sequence: int
-    """Index of the sequence among those that were evaluated together."""
-    start: int
-    """Position of the first of the tokens in the sequence."""
-    losses_C: Tensor
-    """Loss of each token; 0 for ignored labels."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """Losses and executed actions of one forward-only program on this rank."""
-
-    losses: tuple[TokenLosses, ...]
-    """By unit; empty on ranks without the last stage."""
-    executed: Trace
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """Loss and executed actions of one step on this rank."""
 
@@ -89,6 +69,8 @@ class StepResult:
     """Number of valid labels of the whole step, over all replicas."""
     schedule: Schedule
     executed: Trace
+    losses: tuple[LabelLosses, ...]
+    """Losses of the labels of each sequence that this rank computed."""
 
     @property
     def trace(self) -> tuple[ExecutedAction, ...]:
@@ -104,6 +86,15 @@ class StepResult:
     def backward_s(self) -> float:
         """Time of all backwards, recomputation included."""
         return self.executed.seconds(ActionKind.KV, ActionKind.B, ActionKind.W)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Losses and executed actions of a forward-only program on this rank."""
+
+    losses: tuple[LabelLosses, ...]
+    """Losses of the labels of each sequence that this rank computed."""
+    executed: Trace
 
 
 class Engine:
@@ -240,26 +231,29 @@ class Engine:
             before_action=before_action,
             on_failure=on_failure,
         )
-        losses = [loss.double().sum() for loss in self._take_losses().values()]
+        losses = [losses_L.double().sum() for losses_L, _ in self._whole.results.values()]
         nothing = torch.zeros((), dtype=torch.float64)
         return StepResult(
             torch.stack(losses).sum() if losses else nothing,
             num_valid,
             schedule=units.schedule,
             executed=trace,
+            losses=self._take_losses(units),
         )
 
     def evaluate(self, data: SequenceData, boundaries: Sequence[int]) -> Tensor:
-        """Return the loss of each token of one sequence on this rank; 0 for ignored labels.
+        """Return the loss of each token of one sequence, ``[S]``.
 
-        ``[S]`` if one rank has all tokens and all stages; empty on ranks without the last stage.
+        It is 0 for ignored labels, and for tokens whose loss another rank computes.
 
         Raises:
             TypeError: A value of another type.
             ValueError: See :meth:`accumulate`.
         """
-        losses = [own.losses_C for own in self.evaluate_together([data], [boundaries]).losses]
-        return torch.cat(losses) if losses else torch.empty(0)
+        (found,) = self.evaluate_together([data], [boundaries]).losses
+        losses_S = found.losses_L.new_zeros(data.tokens_S.shape[0])
+        losses_S[found.positions_L] = found.losses_L
+        return losses_S
 
     @torch.no_grad()
     def evaluate_together(
@@ -270,7 +264,7 @@ class Engine:
         before_action: Callable[[int, Action], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> ForwardResult:
-        """Return the losses of the tokens of several sequences, which fill a pipeline together.
+        """Return the losses of all labels of several sequences, which fill a pipeline together.
 
         Runs the forwards of a step in the order of the run's schedule, and saves nothing. Gradients
         and later steps are as if it had not run.
@@ -294,20 +288,21 @@ class Engine:
             before_action=before_action,
             on_failure=on_failure,
         )
-        member, losses = self._pipeline.member, self._take_losses()
-        return ForwardResult(
-            tuple(
-                TokenLosses(sequence, units.units[sequence, part].runs[member].start, own)
-                for (sequence, part), own in sorted(losses.items())
-            ),
-            trace,
-        )
+        return ForwardResult(self._take_losses(units), trace)
 
-    def _take_losses(self) -> dict[UnitKey, Tensor]:
-        """Return the unscaled losses ``[C]`` of the units since the last call, by unit."""
-        losses = dict(self._whole.token_losses)
-        self._whole.token_losses.clear()
-        return losses
+    def _take_losses(self, units: StepUnits) -> tuple[LabelLosses, ...]:
+        """Return the results of all units by sequence, and forget them."""
+        nothing = torch.empty(0, device=self._device)
+        found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {
+            sequence: [(torch.empty(0, dtype=torch.long), nothing, nothing.bool())]
+            for sequence, _ in units.units
+        }
+        for key, results in sorted(self._whole.results.items()):
+            found[key[0]].append((units.units[key].labels.positions_L, *results))
+        self._whole.results.clear()
+        return tuple(
+            LabelLosses(*map(torch.cat, zip(*parts, strict=True))) for parts in found.values()
+        )
 
     def schedule(self, lengths: Sequence[Sequence[int]]) -> Schedule:
         """Return the program of a training step of sequences cut into ``lengths``.

@@ -2,9 +2,10 @@
 
 The ends of the model are its embedding, on the rank with the first layer, and its head, on the rank
 with the last. Forward of the head computes the loss and the gradient of the head's input, tile by
-tile, so logits are never kept for backward.
+tile, so logits are never kept for backward. The head's norm, projection and loss run on the tokens
+whose label counts only.
 
-Legend: C tokens of the unit, E hidden, V vocabulary.
+Legend: C tokens of the unit, L of these with a label that counts, E hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,7 +46,7 @@ class StageProviders:
         saved: Store of saved tensors of the rank.
         kv_store: Store of keys and values of the rank.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
-        token_losses: Unscaled losses ``[C]`` of the units that were computed, by unit.
+        results: Unscaled losses and correctness, ``[L]`` each, of the units that were computed.
     """
 
     model: ModelConfig
@@ -53,7 +55,7 @@ class StageProviders:
     saved: BlockStore
     kv_store: KVStore
     loss_terms: LossTerms
-    token_losses: dict[UnitKey, Tensor] = field(default_factory=dict)
+    results: dict[UnitKey, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.weights: PartProvider = self.own_weights
@@ -104,12 +106,12 @@ class StageProviders:
             loss_scale: Factor of the summed loss; None computes losses only.
         """
         with visit(self.own_weights, "head") as weights:
-            hidden = norm(self.model, "final_norm", x_CE, weights)
             if loss_scale is None:
-                losses = linear_cross_entropy(hidden, weights[self._head], unit.labels_C)
+                hidden = norm(self.model, "final_norm", _counting(unit, x_CE), weights)
+                results = linear_cross_entropy(hidden, weights[self._head], unit.labels.labels_L)
             else:
-                losses = self._loss_and_gradient(unit, x_CE, hidden, weights, loss_scale)
-        self.token_losses[unit.key] = losses
+                results = self._loss_and_gradient(unit, x_CE, weights, loss_scale)
+        self.results[unit.key] = results
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
         """Return the gradient ``[C, E]`` of the last layer's output, once per unit."""
@@ -117,27 +119,38 @@ class StageProviders:
         return retained["dx"]
 
     def _loss_and_gradient(
-        self, unit: Unit, x_CE: Tensor, hidden_CE: Tensor, weights: Weights, loss_scale: float
-    ) -> Tensor:
-        """Return the losses ``[C]``, add the head's gradients, and save the gradient of ``x_CE``.
+        self, unit: Unit, x_CE: Tensor, weights: Weights, loss_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results ``[L]``, add the head's gradients, and save the gradient of ``x_CE``.
 
-        ``hidden_CE`` is ``x_CE`` after the final norm.
+        The rows of ``x_CE`` are selected twice, so that they take no memory during the projection.
         """
         assert self.gradients is not None, "training needs gradient buffers"
         with gradients_of(self.gradients, "head") as totals:
-            losses, dhidden = linear_cross_entropy_with_gradient(
-                hidden_CE,
+            hidden_LE = norm(self.model, "final_norm", _counting(unit, x_CE), weights)
+            losses_L, correct_L, dhidden_LE = linear_cross_entropy_with_gradient(
+                hidden_LE,
                 weights[self._head],
-                unit.labels_C,
+                unit.labels.labels_L,
                 scale=loss_scale,
                 dweight_VE=totals[self._head],
                 terms=self.loss_terms,
             )
-            sink = GradientSum(totals)
-            dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
+            del hidden_LE
+            x_LE, sink = _counting(unit, x_CE), GradientSum(totals)
+            dx = norm_backward(self.model, "final_norm", dhidden_LE, x_LE, weights, sink)
+        if unit.labels.rows_L is not None:
+            del dhidden_LE, x_LE
+            dx = torch.zeros_like(x_CE).index_copy_(0, unit.labels.rows_L, dx)
         self.saved.put(self._key(unit), retained={"dx": dx})
-        return losses
+        return losses_L, correct_L
 
     def _key(self, unit: Unit) -> ActivationKey:
         """Return the key of the head, the layer after the last one."""
         return ActivationKey(*unit.key, self.model.num_layers)
+
+
+def _counting(unit: Unit, x_CE: Tensor) -> Tensor:
+    """Return the rows of ``x_CE`` whose label counts: ``x_CE`` itself if all do, else a copy."""
+    rows_L = unit.labels.rows_L
+    return x_CE if rows_L is None else x_CE.index_select(0, rows_L)

@@ -1,8 +1,14 @@
-"""Units of a step: subsequences of its sequences, with tokens, labels and positions."""
+"""Units of a step: subsequences of its sequences, with tokens, labels and positions.
+
+The head computes the tokens whose label counts, and no others. Which these are is decided on the
+host, so that no GPU is waited for.
+
+Legend: S tokens of a sequence, C tokens of a unit on this rank, L labels of these that count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,6 +20,8 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.ulysses import shard_tokens
 from sppo.schedule.actions import UnitKey
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceData:
@@ -23,7 +31,8 @@ class SequenceData:
     """Ids below the size of the vocabulary, int64."""
     labels_S: Tensor
     """Label of each token, shifted over the whole sequence; ``IGNORED_LABEL``, -100, without a
-    target. No other negative number is allowed."""
+    target. No other negative number is allowed. Best left on the host: the engine copies those that
+    count."""
     document_starts: tuple[int, ...] = (0,)
     """Ascending start positions of documents isolated from each other in attention; (0,) if none
     are."""
@@ -52,6 +61,18 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitLabels:
+    """Labels that count of some consecutive tokens of a sequence, in the order of the tokens."""
+
+    labels_L: Tensor
+    """Targets of the tokens, on the device."""
+    rows_L: Tensor | None
+    """Index of each target's token among the tokens, on the device; None if all labels count."""
+    positions_L: Tensor
+    """Position of each target's token in the sequence, int64 on the host."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One subsequence of one sequence of the step, or this rank's shard of its tokens."""
 
@@ -62,7 +83,8 @@ class Unit:
     shard_tokens: tuple[int, ...]
     """Number of tokens on each rank over which the unit is sharded; one entry if it is not."""
     tokens_C: Tensor
-    labels_C: Tensor
+    labels: UnitLabels
+    """Labels of the tokens; of all tokens of the unit if this is an MSP shard of it."""
     positions_C: Tensor
     """Position of each token in its document, or in its sequence if documents are not isolated."""
     span_positions_C: Tensor
@@ -101,12 +123,11 @@ def units_of(
         ValueError: The boundaries do not tile the sequence, or a subsequence has fewer tokens than
             there are ranks.
     """
-    length = data.tokens_S.shape[0]
+    length, device = data.tokens_S.shape[0], data.tokens_S.device
     if boundaries[0] != 0 or boundaries[-1] != length:
         raise ValueError(f"boundaries {list(boundaries)} do not tile a sequence of {length} tokens")
-    positions_S = document_positions(length, data.document_starts, device=data.tokens_S.device)
-    units = {}
-    for index, (start, end) in enumerate(pairwise(boundaries)):
+    sharded, own = [], []
+    for start, end in pairwise(boundaries):
         if end - start < degree:
             raise ValueError(
                 f"a subsequence of {end - start} tokens cannot be shared by {degree} "
@@ -114,30 +135,63 @@ def units_of(
             )
         tokens = shard_tokens(end - start, degree=degree)
         first = start + sum(tokens[:rank])
-        own = slice(first, first + tokens[rank])
-        units[sequence, index] = Unit(
+        sharded.append(tokens)
+        own.append(slice(first, first + tokens[rank]))
+    positions_S = document_positions(length, data.document_starts, device=device)
+    labels = counting_labels(data.labels_S, own, device=device)
+    parts = zip(pairwise(boundaries), sharded, own, labels, strict=True)
+    return {
+        (sequence, index): Unit(
             sequence,
             index,
             TokenSpan(start, end, length, data.document_starts),
             tokens,
-            data.tokens_S[own],
-            data.labels_S[own],
-            positions_S[own],
+            data.tokens_S[part],
+            of_part,
+            positions_S[part],
             positions_S[start:end],
         )
-    return units
+        for index, ((start, end), tokens, part, of_part) in enumerate(parts)
+    }
+
+
+def counting_labels(
+    labels_S: Tensor, parts: Sequence[slice], *, device: torch.device
+) -> Iterator[UnitLabels]:
+    """Yield the labels that count of each part of a sequence; waits for no device but theirs."""
+    labels_S = labels_S.cpu()
+    counts_S = labels_S != IGNORED_LABEL
+    all_count = [bool(counts_S[part].all()) for part in parts]
+    positions, rows = [], []
+    for part, every in zip(parts, all_count, strict=True):
+        own = torch.arange(part.stop - part.start) if every else counts_S[part].nonzero().squeeze(1)
+        positions.append(part.start + own)
+        rows.append(own[:0] if every else own)
+    targets = _copied_together([labels_S[own] for own in positions], device)
+    indices = _copied_together(rows, device)
+    for target, index, every, own in zip(targets, indices, all_count, positions, strict=True):
+        yield UnitLabels(target, None if every else index, own)
+
+
+def _copied_together(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Return tensors of the host on a device, by one copy."""
+    return torch.split(copied(torch.cat(list(parts)), device), [len(part) for part in parts])
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, without waiting for the device."""
+    if device.type == "cuda":  # a copy from pageable memory would block the host
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def document_positions(
-    length: int, document_starts: Sequence[int], *, device: torch.device | str = "cpu"
+    length: int, document_starts: Sequence[int], *, device: torch.device = _CPU
 ) -> Tensor:
     """Return the position of each token relative to the start of its document, ``[S]``."""
     positions = torch.arange(length, device=device)
     edges = sorted({0, *document_starts})
     if len(edges) == 1:
         return positions
-    starts = torch.tensor(edges)
-    if positions.is_cuda:  # a copy from pageable memory would block the host
-        starts = starts.pin_memory()
-    starts = starts.to(device, non_blocking=True)
+    starts = copied(torch.tensor(edges), device)
     return positions - starts.take(torch.searchsorted(starts, positions, right=True) - 1)

@@ -13,7 +13,11 @@ where s is the label smoothing (Szegedy et al., 2016, section 7) and c the weigh
 keeps lse near zero (Chowdhery et al., 2022, section 5). The gradient of the loss is
 ``(1 + 2 c lse) softmax(z)_v - (1 - s) [v = y] - s / V``.
 
-Legend: C tokens, t tokens of a tile, r rows of a tile, E hidden, V vocabulary.
+A prediction is correct if no logit exceeds that of the label: a tie counts as correct, NaN never.
+
+Every token has a label that counts: :class:`sppo.engine.unit.UnitLabels` selects them.
+
+Legend: L tokens, t tokens of a tile, r rows of a tile, E hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +31,6 @@ from torch import Tensor
 from sppo.cost.tiles import tile_tokens
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.fused import fused
-from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.linear import accumulate_weight_gradient, input_gradient, linear
 from sppo.kernels.row_tiles import row_tiles
 
@@ -47,55 +50,58 @@ CROSS_ENTROPY = LossTerms()
 
 
 def linear_cross_entropy(
-    hidden_CE: Tensor,
+    hidden_LE: Tensor,
     weight_VE: Tensor,
-    labels_C: Tensor,
+    labels_L: Tensor,
     *,
     terms: LossTerms = CROSS_ENTROPY,
     tile_bytes: int | None = None,
-) -> Tensor:
-    """Return the loss of each token, ``[C]`` in fp32 or better; 0 where the label is ignored."""
-    losses_C = _losses_of(hidden_CE)
-    for rows in _tiles(hidden_CE, weight_VE, tile_bytes):
-        logits_tV = linear(hidden_CE[rows], weight_VE)
-        losses_C[rows] = token_losses(logits_tV, labels_C[rows], terms=terms)
+) -> tuple[Tensor, Tensor]:
+    """Return (loss of each token in fp32 or better, whether its prediction is correct), ``[L]``."""
+    losses_L, correct_L = _results_of(hidden_LE)
+    for rows in _tiles(hidden_LE, weight_VE, tile_bytes):
+        logits_tV = linear(hidden_LE[rows], weight_VE)
+        losses_L[rows], correct_L[rows] = token_losses(logits_tV, labels_L[rows], terms=terms)
         del logits_tV  # before the next tile is made
-    return losses_C
+    return losses_L, correct_L
 
 
 def linear_cross_entropy_with_gradient(
-    hidden_CE: Tensor,
+    hidden_LE: Tensor,
     weight_VE: Tensor,
-    labels_C: Tensor,
+    labels_L: Tensor,
     *,
     scale: float,
     dweight_VE: Tensor,
     terms: LossTerms = CROSS_ENTROPY,
     tile_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the losses and the input gradient of ``scale * losses.sum()``; add to ``dweight_VE``.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute losses and the input gradient of ``scale * losses.sum()``; add to ``dweight_VE``.
 
     Args:
-        hidden_CE: Input of the projection.
+        hidden_LE: Input of the projection.
         weight_VE: Weight of the projection.
-        labels_C: Target token of each position, or ``IGNORED_LABEL``.
+        labels_L: Target token of each position.
         scale: Factor of the loss, one over the valid labels of the global batch.
         dweight_VE: fp32 (float64) accumulator of the weight gradient, added to in place.
         terms: Terms of the loss besides the cross entropy.
         tile_bytes: Upper bound of the bytes of one tile of logits; None for the device's default.
 
     Returns:
-        (losses ``[C]`` in fp32 or better, unscaled; dhidden_CE in hidden's dtype).
+        (losses ``[L]`` in fp32 or better, unscaled; whether predictions are correct ``[L]``;
+        dhidden_LE in hidden's dtype).
     """
-    losses_C, dhidden_CE = _losses_of(hidden_CE), torch.empty_like(hidden_CE)
-    for rows in _tiles(hidden_CE, weight_VE, tile_bytes):
-        hidden_tE = hidden_CE[rows]
+    (losses_L, correct_L), dhidden_LE = _results_of(hidden_LE), torch.empty_like(hidden_LE)
+    for rows in _tiles(hidden_LE, weight_VE, tile_bytes):
+        hidden_tE = hidden_LE[rows]
         logits_tV = linear(hidden_tE, weight_VE)
-        losses_C[rows] = token_losses(logits_tV, labels_C[rows], scale=scale, terms=terms)
-        input_gradient(logits_tV, weight_VE, into_CI=dhidden_CE[rows])
+        losses_L[rows], correct_L[rows] = token_losses(
+            logits_tV, labels_L[rows], scale=scale, terms=terms
+        )
+        input_gradient(logits_tV, weight_VE, into_CI=dhidden_LE[rows])
         accumulate_weight_gradient(dweight_VE, logits_tV, hidden_tE)
         del logits_tV  # before the next tile is made
-    return losses_C, dhidden_CE
+    return losses_L, correct_L, dhidden_LE
 
 
 def token_losses(
@@ -104,68 +110,71 @@ def token_losses(
     *,
     scale: float | None = None,
     terms: LossTerms = CROSS_ENTROPY,
-) -> Tensor:
-    """Return the loss of each row, ``[t]`` in fp32 or better, unscaled; logits are overwritten.
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row and whether its prediction is correct; overwrite the logits.
 
     Args:
         logits_tV: Logits; with a scale overwritten by the gradient of ``scale * losses.sum()``,
             else by anything.
-        labels_t: Target of each row, or ``IGNORED_LABEL``.
+        labels_t: Target of each row.
         scale: Factor of the loss in the gradient; None for no gradient.
         terms: Terms of the loss besides the cross entropy.
+
+    Returns:
+        (losses ``[t]`` in fp32 or better, unscaled; correct predictions, bool ``[t]``).
     """
     if fused(logits_tV):
         from sppo.kernels.triton.cross_entropy import cross_entropy
 
         return cross_entropy(logits_tV, labels_t, scale=scale, **asdict(terms))
-    losses_t = _losses_of(logits_tV)
+    losses_t, correct_t = _results_of(logits_tV)
     for rows in row_tiles(logits_tV):
-        losses_t[rows] = _row_losses(logits_tV[rows], labels_t[rows], scale, terms)
-    return losses_t
+        losses_t[rows], correct_t[rows] = _row_losses(logits_tV[rows], labels_t[rows], scale, terms)
+    return losses_t, correct_t
 
 
 def _row_losses(
     logits_rV: Tensor, labels_r: Tensor, scale: float | None, terms: LossTerms
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Compute :func:`token_losses` of a tile of rows; temporaries are freed on return.
 
     Overwrites logits that have the accumulation dtype by their exponentials ``exp(z - max z)``.
     """
-    smoothing, z_loss = terms.label_smoothing, terms.z_loss
-    valid_r, label_r1 = labels_r != IGNORED_LABEL, labels_r.clamp(min=0).unsqueeze(1)
+    smoothing, z_loss, label_r1 = terms.label_smoothing, terms.z_loss, labels_r.unsqueeze(1)
     rows_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
-    wanted_r = rows_rV.gather(1, label_r1).squeeze(1).mul_(1 - smoothing)
+    wanted_r, top_r = rows_rV.gather(1, label_r1).squeeze(1), rows_rV.amax(1)
+    correct_r = wanted_r == top_r
+    wanted_r.mul_(1 - smoothing)
     if smoothing:
         wanted_r += smoothing * rows_rV.mean(1)
-    top_r = rows_rV.amax(1)
     rows_rV.sub_(top_r.unsqueeze(1)).exp_()
     sum_r = rows_rV.sum(1)
     lse_r = sum_r.log().add_(top_r)
     losses_r = lse_r - wanted_r
     if z_loss:
         losses_r += z_loss * lse_r.square()
-    losses_r.masked_fill_(~valid_r, 0.0)
     if scale is not None:
-        scale_r = valid_r.to(rows_rV.dtype) * scale
+        scale_r = torch.full_like(sum_r, scale)
         rows_rV.mul_((scale_r * (1 + 2 * z_loss * lse_r) / sum_r).unsqueeze(1))
         if smoothing:
             rows_rV.sub_((scale_r * (smoothing / rows_rV.shape[1])).unsqueeze(1))
         rows_rV.scatter_add_(1, label_r1, (scale_r * (smoothing - 1)).unsqueeze(1))
         logits_rV.copy_(rows_rV)
-    return losses_r
+    return losses_r, correct_r
 
 
-def _losses_of(rows: Tensor) -> Tensor:
-    """Allocate the losses of ``rows``, one per row, in the accumulation dtype."""
-    return torch.empty(rows.shape[0], dtype=accumulation_dtype(rows.dtype), device=rows.device)
+def _results_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate losses, in the accumulation dtype, and correctness of ``rows``."""
+    losses = torch.empty(rows.shape[0], dtype=accumulation_dtype(rows.dtype), device=rows.device)
+    return losses, torch.empty_like(losses, dtype=torch.bool)
 
 
-def _tiles(hidden_CE: Tensor, weight_VE: Tensor, tile_bytes: int | None) -> Iterator[slice]:
-    tokens = hidden_CE.shape[0]
+def _tiles(hidden_LE: Tensor, weight_VE: Tensor, tile_bytes: int | None) -> Iterator[slice]:
+    tokens = hidden_LE.shape[0]
     size = tile_tokens(
         weight_VE.shape[0],
-        element_bytes=hidden_CE.element_size(),
-        device=hidden_CE.device.type,
+        element_bytes=hidden_LE.element_size(),
+        device=hidden_LE.device.type,
         tile_bytes=tile_bytes,
     )
     for start in range(0, tokens, size):

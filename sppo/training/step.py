@@ -183,7 +183,7 @@ class DoneStep:
     sums: StepSums
     clipped: float
     """Factor by which an update scales the gradients to clip them."""
-    norms: Mapping[str, Mapping[str, float]] | None
+    norms: dict[str, dict[str, float]] | None
     """Norms of weights and gradients by kind of parameter; None if this step has none."""
     lr: float | None
     """Learning rate of the update; None if the update was skipped."""

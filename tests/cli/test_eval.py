@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sppo.engine.engine import ForwardResult, TokenLosses
+from sppo.engine.engine import ForwardResult
+from sppo.engine.label_losses import LabelLosses
 from sppo.engine.trace import Stopwatch, Trace
 from tests.conftest import LENGTH, refuse, succeed, tree, write_run, write_tokens
 
@@ -141,7 +142,8 @@ def test_damaged_weights_are_refused_or_passed_over(trained):
 
 
 def test_losses_that_are_no_numbers_are_null_in_json(trained, monkeypatch):
-    losses = TokenLosses(0, 0, torch.full((4 * LENGTH,), torch.nan))
+    positions = torch.arange(4 * LENGTH)
+    losses = LabelLosses(positions, torch.full(positions.shape, torch.nan), positions < 0)
     monkeypatch.setattr(
         "sppo.engine.engine.Engine.evaluate_together",
         lambda engine, *sequences, **hooks: ForwardResult((losses,), Trace(Stopwatch())),

@@ -21,7 +21,7 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 _WRITTEN = {
     "_activation_kernel": {"hidden_ptr"},
     "_activation_backward_kernel": {"dhidden_ptr", "gate_ptr", "up_ptr"},
-    "_cross_entropy_kernel": {"logits_ptr", "losses_ptr"},
+    "_cross_entropy_kernel": {"correct_ptr", "logits_ptr", "losses_ptr"},
     "_merge_kernel": {"lse_ptr", "o_ptr"},
     "_norm_kernel": {"x_ptr", "y_ptr"},
     "_norm_backward_kernel": {"dbias_ptr", "dweight_ptr", "dx_ptr"},

@@ -2,7 +2,7 @@
 
 A build of torch for CPUs refuses some functions of fake tensors on a GPU before FakeTensorMode is
 called. They are implemented here with operations that all builds support. Reading a value, which
-fake tensors do not have, returns 1 and counts as a wait of the host.
+fake tensors do not have, returns 1, and from a GPU counts as a wait of the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.dry_run.memory_ledger import storage_key
+from tests.dry_run.memory_ledger import is_on_gpu, storage_key
 from tests.dry_run.recorder import Recorder
 
 _aten: Any = torch.ops.aten
@@ -70,7 +70,8 @@ class DevicelessFunctions(TorchFunctionMode):
         """Call ``func``, or its replacement for fake tensors."""
         named = dict(kwargs or {})
         if func in _VALUES and _is_fake(args[0]):
-            self._runtime.wait_for_current(f"{func.__name__}()")
+            if is_on_gpu(args[0]):
+                self._runtime.wait_for_current(f"{func.__name__}()")
             self._recorder.host_work("reading a value", reads=args[:1], writes=[])
             return _VALUES[func]
         if func in _CASTS and _is_fake(args[0]):

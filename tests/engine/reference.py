@@ -43,15 +43,7 @@ def reference_token_losses(
     terms: LossTerms = CROSS_ENTROPY,
 ) -> Tensor:
     """Loss of each token, ``[S]``."""
-    positions = document_positions(len(data.tokens_S), data.document_starts)
-    x = weights["embed.weight"][data.tokens_S]
-    if model.position == "learned":
-        x = x + weights["positions.weight"][positions]
-    for index in range(model.num_layers):
-        x = _layer(model, weights, f"layers.{index}.", x, positions, data, index)
-    hidden = _norm(model, weights, "final_norm", x)
-    head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
-    logits = hidden @ head.T
+    logits = reference_logits(model, weights, data)
     losses = functional.cross_entropy(
         logits,
         data.labels_S,
@@ -61,6 +53,21 @@ def reference_token_losses(
     )
     valid = data.labels_S != IGNORED_LABEL
     return losses + terms.z_loss * logits.logsumexp(-1).square() * valid
+
+
+def reference_logits(
+    model: ModelConfig, weights: Mapping[str, Tensor], data: SequenceData
+) -> Tensor:
+    """Logits of each token, ``[S, V]``."""
+    positions = document_positions(len(data.tokens_S), data.document_starts)
+    x = weights["embed.weight"][data.tokens_S]
+    if model.position == "learned":
+        x = x + weights["positions.weight"][positions]
+    for index in range(model.num_layers):
+        x = _layer(model, weights, f"layers.{index}.", x, positions, data, index)
+    hidden = _norm(model, weights, "final_norm", x)
+    head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
+    return hidden @ head.T
 
 
 def _layer(

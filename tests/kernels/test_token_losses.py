@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sppo.kernels.cross_entropy import LossTerms, token_losses
-from sppo.kernels.labels import IGNORED_LABEL
 from tests.kernels.operands import (
     DTYPES,
     TOLERANCE,
@@ -30,10 +29,9 @@ in_triton = pytest.mark.parametrize("device", ["triton-cpu"], indirect=True)
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_poisoned")
 
 
-def random_labels(tokens, words, *, device, ignored=0.3):
+def random_labels(tokens, words, *, device):
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, words, (tokens,), generator=generator)
-    labels[torch.rand(tokens, generator=generator) < ignored] = IGNORED_LABEL
     labels[0] = words - 1
     return labels.to(device)
 
@@ -42,18 +40,21 @@ def by_definition(logits, labels, smoothing, z_loss):
     """(losses, gradient of ``SCALE * losses.sum()``) in float64, on the CPU."""
     logits, labels = logits.requires_grad_(), labels.cpu()
     lse = logits.logsumexp(1)
-    wanted = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    wanted = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     losses = lse - (1 - smoothing) * wanted - smoothing * logits.mean(1) + z_loss * lse.square()
-    losses = losses * (labels != IGNORED_LABEL)
     return losses.detach(), torch.autograd.grad(SCALE * losses.sum(), logits)[0]
 
 
 def both(logits, labels, smoothing, z_loss):
     """(losses alone, losses with the gradient, the gradient)."""
     terms, guarded = LossTerms(smoothing, z_loss), Guarded(logits)
-    alone = token_losses(logits.clone(), labels, terms=terms)
-    losses = token_losses(guarded.inside, labels, scale=SCALE, terms=terms)
+    alone, correct_alone = token_losses(logits.clone(), labels, terms=terms)
+    losses, correct = token_losses(guarded.inside, labels, scale=SCALE, terms=terms)
     assert guarded.intact()
+    assert correct.dtype == torch.bool
+    assert torch.equal(correct, correct_alone)
+    best = logits.nan_to_num(torch.inf).amax(1)
+    assert torch.equal(correct, logits.gather(1, labels.unsqueeze(1)).squeeze(1) == best)
     return alone, losses, guarded.inside.clone()
 
 
@@ -68,9 +69,6 @@ def test_losses_and_gradient(shape, terms, dtype, device):
     for found in (alone, losses):
         assert_close(found, expected[0], tolerance=accumulation_tolerance(dtype))
     assert_close(gradient, expected[1], tolerance=TOLERANCE[dtype])
-    ignored = labels == IGNORED_LABEL
-    assert not losses[ignored].any()
-    assert not gradient[ignored].any()
 
 
 @pytest.mark.parametrize(("terms", "dtype"), each_once(TERMS, DTYPES), ids=str)
@@ -85,18 +83,16 @@ def test_one_word(terms, dtype, device):
         assert error <= TOLERANCE[dtype] * float(value.norm()) + accumulation_tolerance(dtype)
 
 
-@in_triton
 @every_dtype
-def test_all_ignored(dtype, device):
-    """Whatever the rows hold, NaN and infinity included."""
-    (logits,) = random((7, 300), dtype=dtype, device=device)
-    logits[1], logits[2] = float("nan"), float("inf")
-    labels = torch.full((7,), IGNORED_LABEL, device=device)
-    guarded = Guarded(logits)
-    losses = token_losses(guarded.inside, labels, scale=SCALE, terms=LossTerms(0.1, 0.1))
-    assert torch.equal(losses, torch.zeros_like(losses))
-    assert torch.equal(guarded.inside, torch.zeros_like(guarded.inside))
-    assert guarded.intact()
+def test_a_tie_is_correct_and_nan_is_not(dtype, device):
+    """The largest logit of a row stands at 5 and 1030, in other blocks, or beside a NaN."""
+    (logits,) = random((4, 2000), dtype=dtype, device=device)
+    logits[:, 5] = logits[:, 1030] = 9.0
+    logits[3, 1500] = float("nan")
+    labels = torch.tensor([5, 1030, 6, 5], device=device)
+    for scale in (None, SCALE):
+        _losses, correct = token_losses(logits.clone(), labels, scale=scale)
+        assert correct.tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("terms", "dtype"), each_once([(0.0, 0.0), (0.2, 0.0)], DTYPES), ids=str)
@@ -105,7 +101,7 @@ def test_huge_logits_do_not_overflow(terms, dtype, device):
     (logits,) = random((6, 9001), dtype=torch.float64, device=device)
     logits = 1e4 * logits.sort(1).values
     logits = logits.clamp(-6e4, 6e4).to(dtype)
-    labels = random_labels(*logits.shape, device=device, ignored=0)
+    labels = random_labels(*logits.shape, device=device)
     expected = by_definition(*exact(logits), labels, *terms)
     _alone, losses, gradient = both(logits, labels, *terms)
     assert_close(losses, expected[0], tolerance=accumulation_tolerance(dtype))
@@ -142,7 +138,7 @@ def test_what_is_not_finite_shows(dtype, device):
 def test_logits_that_are_not_row_major(dtype, device):
     (across,) = random((50, 7), dtype=dtype, device=device)
     labels = random_labels(7, 50, device=device)
-    expected = token_losses(across.T.contiguous(), labels)
-    assert torch.equal(token_losses(across.T, labels), expected)
+    expected, _ = token_losses(across.T.contiguous(), labels)
+    assert torch.equal(token_losses(across.T, labels)[0], expected)
     with pytest.raises(AssertionError, match="in place"):
         token_losses(across.T, labels, scale=1.0)

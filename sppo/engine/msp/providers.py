@@ -42,7 +42,7 @@ class ShardProviders(StageProviders):
             whole.saved,
             whole.kv_store,
             whole.loss_terms,
-            whole.token_losses,
+            whole.results,
         )
         self._shapes = layer_shapes(whole.model)
         self._ahead: dict[int, SharedKV] = {}

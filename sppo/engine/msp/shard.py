@@ -127,7 +127,7 @@ def cut_shard(
             of_member[shard_index + 1] - of_member[shard_index] for of_member in cuts
         ),
         tokens_C=unit.tokens_C[own],
-        labels_C=unit.labels_C[own],
+        labels=unit.labels,
         positions_C=unit.positions_C[own],
         span_positions_C=unit.span_positions_C,
         whole=unit,

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
 _LEAST_BLOCK = 1024
@@ -81,22 +80,14 @@ def _write_gradient(
 
 
 @triton.jit
-def _write_zeros(row_ptr, size, BLOCK: tl.constexpr):
-    token_i = tl.arange(0, BLOCK)
-    zero_i = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
-    for start in range(0, size, BLOCK):
-        tl.store(row_ptr + start + token_i, zero_i, mask=token_i < size - start)
-
-
-@triton.jit
 def _cross_entropy_kernel(
     logits_ptr,
     labels_ptr,
     scale_ptr,
     losses_ptr,
+    correct_ptr,
     size,
     row_stride,
-    IGNORED: tl.constexpr,
     LABEL_SMOOTHING: tl.constexpr,
     Z_LOSS: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -107,38 +98,35 @@ def _cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     label = tl.load(labels_ptr + row)
-    if label == IGNORED:
-        tl.store(losses_ptr + row, 0.0)
-        if GRADIENT:
-            _write_zeros(row_ptr, size, BLOCK)
-    else:
-        of_label = tl.load(row_ptr + label).to(ACC_DTYPE)
-        top, exponentials, logits = _row_sums(
-            row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, VECTOR, ACC_DTYPE
-        )
-        log_sum = tl.log(exponentials)
-        loss = log_sum + (1.0 - LABEL_SMOOTHING) * (top - of_label)
-        if LABEL_SMOOTHING > 0:
-            loss += LABEL_SMOOTHING * (top - logits / size)
+    of_label = tl.load(row_ptr + label).to(ACC_DTYPE)
+    top, exponentials, logits = _row_sums(
+        row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, VECTOR, ACC_DTYPE
+    )
+    log_sum = tl.log(exponentials)
+    loss = log_sum + (1.0 - LABEL_SMOOTHING) * (top - of_label)
+    if LABEL_SMOOTHING > 0:
+        loss += LABEL_SMOOTHING * (top - logits / size)
+    if Z_LOSS > 0:
+        loss += Z_LOSS * (log_sum + top) * (log_sum + top)
+    tl.store(losses_ptr + row, loss)
+    is_number = exponentials == exponentials  # maxima ignore NaN
+    tl.store(correct_ptr + row, ((of_label == top) & is_number).to(tl.int8))
+    if GRADIENT:
+        tl.debug_barrier()  # every thread has read the row before any writes to it
+        scale = tl.load(scale_ptr)
+        of_lse = scale
         if Z_LOSS > 0:
-            loss += Z_LOSS * (log_sum + top) * (log_sum + top)
-        tl.store(losses_ptr + row, loss)
-        if GRADIENT:
-            tl.debug_barrier()  # every thread has read the row before any writes to it
-            scale = tl.load(scale_ptr)
-            of_lse = scale
-            if Z_LOSS > 0:
-                of_lse += scale * (2.0 * Z_LOSS) * (log_sum + top)
-            _write_gradient(
-                row_ptr,
-                label,
-                top,
-                of_lse / exponentials,
-                scale * (1.0 - LABEL_SMOOTHING),
-                scale * LABEL_SMOOTHING / size,
-                size,
-                BLOCK,
-            )
+            of_lse += scale * (2.0 * Z_LOSS) * (log_sum + top)
+        _write_gradient(
+            row_ptr,
+            label,
+            top,
+            of_lse / exponentials,
+            scale * (1.0 - LABEL_SMOOTHING),
+            scale * LABEL_SMOOTHING / size,
+            size,
+            BLOCK,
+        )
 
 
 def cross_entropy(
@@ -148,11 +136,11 @@ def cross_entropy(
     label_smoothing: float,
     z_loss: float,
     scale: float | None = None,
-) -> Tensor:
-    """Return the losses ``[t]`` of a tile of logits.
+) -> tuple[Tensor, Tensor]:
+    """Return the losses and which predictions are correct, ``[t]`` each, of a tile of logits.
 
     With a ``scale``, the logits, whose rows must be contiguous, are overwritten with the gradient
-    of ``scale * losses.sum()``: rows with an ignored label with zeros, whatever they hold.
+    of ``scale * losses.sum()``.
     """
     if scale is None:
         logits_tV = row_major(logits_tV)
@@ -160,6 +148,7 @@ def cross_entropy(
     tokens, vocabulary = logits_tV.shape
     acc_dtype, device = torch.promote_types(logits_tV.dtype, torch.float32), logits_tV.device
     losses_t = torch.empty(tokens, dtype=acc_dtype, device=device)
+    correct_t = torch.empty(tokens, dtype=torch.bool, device=device)
     block = min(_MOST_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(vocabulary)))
     # A tensor, because Triton rounds float arguments to fp32.
     scale_1 = None if scale is None else torch.full((1,), scale, dtype=acc_dtype, device=device)
@@ -169,9 +158,9 @@ def cross_entropy(
             labels_t.contiguous(),
             scale_1,
             losses_t,
+            correct_t.view(torch.int8),
             vocabulary,
             logits_tV.stride(0),
-            IGNORED=IGNORED_LABEL,
             LABEL_SMOOTHING=label_smoothing,
             Z_LOSS=z_loss,
             GRADIENT=scale is not None,
@@ -180,7 +169,7 @@ def cross_entropy(
             ACC_DTYPE=accumulation_type(logits_tV.dtype),
             num_warps=block // _BLOCK_PER_WARP,
         )
-    return losses_t
+    return losses_t, correct_t
 
 
 def _vector(logits_tV: Tensor) -> int:

@@ -193,10 +193,11 @@ class CudaDevice:
         _cuda.empty_cache()
 
     def put(self, sequence: SequenceData) -> SequenceData:
-        """Copy tokens and labels to the GPU from page-locked memory, asynchronously."""
-        return replace(
-            sequence, tokens_S=self._put(sequence.tokens_S), labels_S=self._put(sequence.labels_S)
-        )
+        """Copy tokens to the GPU from page-locked memory, asynchronously; labels stay here.
+
+        The engine copies the labels that count.
+        """
+        return replace(sequence, tokens_S=self._put(sequence.tokens_S))
 
     def synchronize(self) -> None:
         """Wait until all work issued to the GPU is done."""

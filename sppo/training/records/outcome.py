@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sppo.cost.memory.process_growth import POOL_FREE_BYTES
@@ -121,7 +121,7 @@ class TrainingOutcome:
 
     def add(self, work: StepWork, done: DoneStep, phases_s: Phases, *, peak_bytes: int) -> None:
         """Add a step: its copies, phases and peak, and as planned."""
-        self.last_work, self.last_step = work, done.result
+        self.last_work, self.last_step = work, replace(done.result, losses=())
         self.copies.append(done.copies)
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.phases_s.append(phases_s)

@@ -102,8 +102,8 @@ def evaluate_set(
         )
         what = f"evaluating {own.name}"
         await_device(job, result.executed, what=what, predicted_s=round_s)
-        for found in result.losses:
-            sums.add(own.samples, rows[found.sequence], data[found.sequence], found)
+        for row, sequence, found in zip(rows, data, result.losses, strict=True):
+            sums.add(own.samples, row, sequence, found)
         on_samples(_num_samples(own.rows[: (first + own.at_once) * replicas]))
     return sums.over_ranks(job.peers)
 

@@ -3,7 +3,7 @@
 The mean loss is the sum over all labels divided by their number, both over all replicas. It is the
 same for any degrees of parallelism and any packing, up to rounding in fp64.
 
-Legend: S tokens of a row, C tokens of a unit on this rank.
+Legend: S tokens of a row, L labels that count.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sppo.data.sample_rows import TrainingData
-from sppo.engine.engine import TokenLosses
+from sppo.engine.label_losses import LabelLosses
 from sppo.engine.unit import SequenceData, document_positions
-from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.training.validation.rows import Row, sample_of_tokens
 
@@ -66,25 +65,26 @@ class LossSums:
         self._of_samples = torch.zeros(num_samples, dtype=torch.float64)
         self._counts_of_samples = torch.zeros(num_samples, dtype=torch.int64)
 
-    def add(self, samples: TrainingData, row: Row, data: SequenceData, found: TokenLosses) -> None:
-        """Add the losses of some tokens of a row.
+    def add(self, samples: TrainingData, row: Row, data: SequenceData, found: LabelLosses) -> None:
+        """Add the losses of some labels of a row.
 
         Args:
             samples: Samples of the set.
-            row: Row of the tokens.
+            row: Row of the labels.
             data: Tokens and labels of the row, on the host.
-            found: Losses of the tokens.
+            found: Losses of the labels.
         """
-        own = slice(found.start, found.start + len(found.losses_C))
-        counts_C = data.labels_S[own] != IGNORED_LABEL
-        losses_C = found.losses_C.double().cpu()
-        positions_C = document_positions(len(data.tokens_S), data.document_starts)[own]
-        self._losses_S.index_add_(0, positions_C, losses_C)
-        self._counts_S.index_add_(0, positions_C, counts_C.long())
+        losses_L = found.losses_L.double().cpu()
+        positions_L = document_positions(len(data.tokens_S), data.document_starts)[
+            found.positions_L
+        ]
+        ones_L = torch.ones_like(positions_L)
+        self._losses_S.index_add_(0, positions_L, losses_L)
+        self._counts_S.index_add_(0, positions_L, ones_L)
         if row.samples:
-            samples_C = torch.tensor(row.samples)[sample_of_tokens(samples, row)[own]]
-            self._of_samples.index_add_(0, samples_C, losses_C)
-            self._counts_of_samples.index_add_(0, samples_C, counts_C.long())
+            samples_L = torch.tensor(row.samples)[sample_of_tokens(samples, row)[found.positions_L]]
+            self._of_samples.index_add_(0, samples_L, losses_L)
+            self._counts_of_samples.index_add_(0, samples_L, ones_L)
 
     def over_ranks(self, peers: HostCollectives) -> SetLosses:
         """Return the losses of all ranks. Collective."""
