@@ -43,15 +43,19 @@ def reference_token_losses(
     terms: LossTerms = CROSS_ENTROPY,
 ) -> Tensor:
     """Loss of each token, ``[S]``."""
-    logits = reference_logits(model, weights, data)
+    return token_losses_of(reference_logits(model, weights, data), data.labels_S, terms=terms)
+
+
+def token_losses_of(logits: Tensor, labels_S: Tensor, *, terms: LossTerms) -> Tensor:
+    """Loss of each token with these logits, ``[S]``."""
     losses = functional.cross_entropy(
         logits,
-        data.labels_S,
+        labels_S,
         ignore_index=IGNORED_LABEL,
         reduction="none",
         label_smoothing=terms.label_smoothing,
     )
-    valid = data.labels_S != IGNORED_LABEL
+    valid = labels_S != IGNORED_LABEL
     return losses + terms.z_loss * logits.logsumexp(-1).square() * valid
 
 

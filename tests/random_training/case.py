@@ -199,6 +199,8 @@ class Case(_Short):
     """Isolated documents of a sequence."""
     ignored: float = 0.1
     """Share of labels that do not count."""
+    turn: int = 0
+    """Tokens of a turn of a conversation, of which every second one does not count; 0: no turns."""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     clip_norm: float = 1.0
@@ -232,6 +234,8 @@ class Case(_Short):
         tokens = torch.randint(0, words, (length + 1,), generator=generator)
         labels = tokens[1:].clone()
         labels[torch.rand(length, generator=generator) < self.ignored] = IGNORED_LABEL
+        if self.turn:
+            labels[torch.arange(length) // self.turn % 2 == 0] = IGNORED_LABEL
         if index == 0:
             labels[length // 2] = tokens[length // 2 + 1]  # at least one of the step counts
         starts = torch.randperm(length, generator=generator)[: self.documents - 1].tolist()

@@ -51,7 +51,9 @@ class _Draw:
             legs = tuple(self._of_samples(leg, samples) for leg in legs)
             return replace(case, legs=legs, samples=samples, documents=1)
         shortest = min(cuts[-1] for leg in legs for cuts in (leg.cuts, leg.other_cuts) if cuts)
-        return replace(case, legs=legs, documents=min(case.documents, shortest))
+        case = replace(case, legs=legs, documents=min(case.documents, shortest))
+        # Drawn last, so that all else of a seed's case is as it was without turns.
+        return replace(case, turn=pick([4, 9, 20]) if chance(0.25) else 0)
 
     def _samples(self, legs: Sequence[Leg]) -> Samples:
         """Documents of which at least one is a sample, and steps with one for each replica."""

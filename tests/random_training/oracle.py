@@ -10,11 +10,13 @@ from torch import Tensor
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.cost.parameters import is_decayed, parameter_shapes
 from sppo.engine.unit import SequenceData
+from sppo.kernels.cross_entropy import CROSS_ENTROPY
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.optim.adamw import STEP_KEY
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.optim.learning_rate import learning_rate
 from tests.engine.models import autograd_step, random_weights
-from tests.engine.reference import reference_token_losses
+from tests.engine.reference import reference_logits, token_losses_of
 from tests.random_training.case import DTYPES, Case
 from tests.random_training.run_leg import Blocks, StepResult, places
 from tests.random_training.samples import samples_alone
@@ -71,11 +73,8 @@ def step_faults(
     found_losses = [rank.loss for rank in ranks]
     faults = list(_loss_faults(case, "loss", float(loss), found_losses, rounding=rounding))
     if case.legs[leg].evaluates:
-        with torch.no_grad():
-            expected = reference_token_losses(model, weights, sequences[0]).sum()
-        found = sum(rank.evaluated for rank in ranks)
-        rounding = _TOKEN_TOLERANCES[case.dtype] * sequences[0].num_valid ** 0.5
-        faults += _loss_faults(case, "evaluated loss", float(expected), [found], rounding=rounding)
+        for index, data in enumerate(sequences):
+            faults += _label_faults(case, weights, index, data, ranks)
     bounds = _bounds(case, weights, sequences, gradients)
     faults += _gradient_faults(gradients, bounds, [rank.gradients for rank in ranks])
     faults += [
@@ -109,6 +108,40 @@ def _loss_faults(
     for rank, value in enumerate(found):
         if not abs(value - expected) <= tolerance:
             yield f"{what} {value:.9g}, not {expected:.9g} (rank {rank})"
+
+
+def _label_faults(
+    case: Case,
+    weights: Mapping[str, Tensor],
+    index: int,
+    data: SequenceData,
+    ranks: Sequence[StepResult],
+) -> Iterator[str]:
+    """Every label that counts has one result, on one rank, of the step and of the evaluation."""
+    valid = (data.labels_S != IGNORED_LABEL).nonzero().squeeze(1)
+    with torch.no_grad():
+        logits = reference_logits(case.model.config(), weights, data)[valid]
+    labels = data.labels_S[valid]
+    own = [rank for rank in ranks if rank.replica == index // len(rank.losses)]
+    for what, terms, results in (
+        ("trained", case.terms, [rank.losses for rank in own]),
+        ("evaluated", CROSS_ENTROPY, [rank.evaluated for rank in own]),
+    ):
+        of_sequence = [result[index % len(result)] for result in results]
+        positions = torch.cat([one.positions_L for one in of_sequence])
+        order = positions.argsort()
+        if positions[order].tolist() != valid.tolist():
+            yield f"{what}: labels of sequence {index} at {positions.tolist()}"
+            return
+        losses = torch.cat([one.losses_L for one in of_sequence])[order].double()
+        expected = token_losses_of(logits, labels, terms=terms)
+        error = float((losses - expected).square().sum().sqrt())
+        tolerance = LOSS_TOLERANCES[case.dtype] + _TOKEN_TOLERANCES[case.dtype]
+        if not error <= tolerance * max(float(expected.square().sum().sqrt()), len(valid) ** 0.5):
+            yield f"{what}: losses of the labels of sequence {index} are off by {error:.1e}"
+        correct = torch.cat([one.correct_L for one in of_sequence])[order]
+        if case.dtype == "fp64" and not torch.equal(correct, logits.argmax(1) == labels):
+            yield f"{what}: correct predictions of sequence {index} are {correct.tolist()}"
 
 
 def _norm_faults(

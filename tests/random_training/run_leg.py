@@ -17,6 +17,7 @@ from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.engine.engine import Engine
+from sppo.engine.label_losses import LabelLosses
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.streamed_rows import StreamedGradients, StreamedWeights
 from sppo.model.gradients import zero_gradients
@@ -44,10 +45,13 @@ Blocks = dict[str, list[StateBlock]]
 class StepResult:
     """What one rank has of one step."""
 
+    replica: int
     loss: float
     norm: float
-    evaluated: float
-    """Its part of the loss of the step's first sequence, before the step; nan: not evaluated."""
+    losses: tuple[LabelLosses, ...]
+    """Its part of those of each sequence of the replica."""
+    evaluated: tuple[LabelLosses, ...]
+    """The same from a program without backwards, before the step; empty: not evaluated."""
     gradients: Blocks
     weights: Blocks
     """After the step, in the compute dtype."""
@@ -167,10 +171,9 @@ class _Rank:
             replicas = planned_samples(case, self._number, step)
             everything = [data for sequences, _, _ in replicas for data in sequences]
             own, cuts, planned = replicas[self._mesh.at.data]
-        evaluated = float("nan")
+        evaluated: tuple[LabelLosses, ...] = ()
         if leg.evaluates:
-            losses = self._engine.evaluate(everything[0], leg.cuts)
-            evaluated = float(losses.double().sum()) * (self._mesh.at.data == 0)
+            evaluated = self._engine.evaluate_together(own, cuts).losses
         for gradient in gradients.values():
             gradient.zero_()
         done = self._engine.accumulate(
@@ -191,8 +194,10 @@ class _Rank:
         self._optimizer.step(own_gradients, lr=lr)
         shared.gather(self._weights)
         return StepResult(
+            self._mesh.at.data,
             loss / done.num_valid,
             float(norm),
+            done.losses,
             evaluated,
             computed,
             self._weight_blocks(),
