@@ -55,13 +55,27 @@ def run_file_page() -> str:
         lines += [f"## `{section}`", _prose(definitions[name]["description"])]
         needed = () if section == "model" else definitions[name].get("required", ())
         lines.append(_keys(section, definitions[name]["properties"], needed))
-        if section == "model":
-            scaling = definitions["RopeScaling"]
-            lines += ["### Keys of `model.rope_scaling`", _prose(scaling["description"])]
-            needed = scaling.get("required", ())
-            lines.append(_keys("model.rope_scaling", scaling["properties"], needed))
+        for path, inner in _inner_sections(section, definitions[name]["properties"]):
+            own = definitions[inner]
+            lines += [f"### Keys of `{path}`", _prose(own["description"])]
+            lines.append(_keys(path, own["properties"], own.get("required", ())))
     lines += ["## Rules across keys", _rules_across_keys()]
     return _page(*lines)
+
+
+def _inner_sections(section: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield path and definition of each section within a section; NAME is what the user names."""
+    for key, entry in properties.items():
+        for choice in entry.get("anyOf", [entry]):
+            named = [
+                choice.get("additionalProperties"),
+                *choice.get("patternProperties", {}).values(),
+            ]
+            found = {f"{section}.{key}": [choice], f"{section}.{key}.NAME": named}
+            for path, inner in found.items():
+                for own in inner:
+                    if isinstance(own, dict) and "$ref" in own:
+                        yield path, str(own["$ref"]).rpartition("/")[2]
 
 
 def _section_name(entry: Mapping[str, Any]) -> str:
@@ -108,6 +122,7 @@ def _one_type(choice: Mapping[str, Any]) -> str:
     if "const" in choice:
         return f"`{choice['const']}`"
     names = {"string": "text", "boolean": "true or false", "array": "list", "null": "null"}
+    names["object"] = "mapping"
     kind = str(choice["type"])
     if kind == "array" and "prefixItems" in choice:
         return f"list of {len(choice['prefixItems'])} numbers"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -19,6 +19,8 @@ from sppo.units import counted
 
 MISSING = "(missing)"
 """Text shown as the value of a key that was not given."""
+_NAME = "NAME"
+"""What stands for the name of a section that the user names, in paths of keys."""
 
 _ELSEWHERE = {
     "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
@@ -83,13 +85,26 @@ Keys = Mapping[str, Sequence[str]]
 
 
 def section_keys(section: type[Section], path: str = "") -> dict[str, list[str]]:
-    """Return the keys of a section and of the sections within it, by the path of each."""
+    """Return the keys of a section and of the sections within it, by the path of each.
+
+    In the path of a section that the user names, such as ``data.sources.NAME``, ``NAME`` stands for
+    the name.
+    """
     keys = {path: sorted(section.model_fields)}
     for name, field in section.model_fields.items():
-        for choice in (field.annotation, *get_args(field.annotation)):
-            if isinstance(choice, type) and issubclass(choice, Section):
-                keys |= section_keys(choice, f"{path}.{name}".lstrip("."))
+        inner = f"{path}.{name}".lstrip(".")
+        for within, choice in _sections_of(field.annotation, inner):
+            keys |= section_keys(choice, within)
     return keys
+
+
+def _sections_of(annotation: object, path: str) -> Iterator[tuple[str, type[Section]]]:
+    """Yield each section that a value of a type may be or hold, and its path."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield path, annotation
+    within = f"{path}.{_NAME}" if get_origin(annotation) is dict else path
+    for choice in get_args(annotation):
+        yield from _sections_of(choice, within)
 
 
 RUN_KEYS: Keys = section_keys(RunConfig)
@@ -99,13 +114,13 @@ RUN_KEYS: Keys = section_keys(RunConfig)
 def _key_paths() -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {}
     for section, keys in RUN_KEYS.items():
-        for key in keys if section else ():
+        for key in keys if section and not section.endswith(_NAME) else ():
             paths.setdefault(key, []).append(f"{section}.{key}")
     return paths
 
 
 KEY_PATHS = _key_paths()
-"""Full paths, such as ``optimizer.lr``, of the keys of all sections, by their last word."""
+"""Full paths, such as ``optimizer.lr``, by last word; without those in sections that users name."""
 
 
 def problems_of(error: ValidationError, *within: str, keys: Keys = RUN_KEYS) -> list[Problem]:
@@ -132,7 +147,7 @@ def _is_union_branch(part: object) -> bool:
     """Return whether `part` of an error location names a branch of a union instead of a key."""
     return isinstance(part, str) and (
         part.startswith(("literal[", "constrained-", "function-"))
-        or part in ("int", "float", "HardwareConfig")
+        or part in ("int", "float", "HardwareConfig", "[key]")
     )
 
 
@@ -158,7 +173,9 @@ def _problem(
 
 def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
     """Return the problem of a key that does not exist in its section."""
-    key, path, known = names[-1], ".".join(names), keys[".".join(names[:-1])]
+    *within, key = names
+    path, named = ".".join(names), ".".join([*within[:-1], _NAME])
+    known = keys[named if named in keys else ".".join(within)]
     here = next(
         (here for told, here in _ELSEWHERE.items() if key.startswith(told) or path == told), None
     )

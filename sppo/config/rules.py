@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import get_args
 
 from sppo.config.huggingface_families import FAMILIES
 from sppo.config.optimizer import steps_of
 from sppo.config.problems import MISSING, Problem
 from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig
+from sppo.config.validation import Measure
 from sppo.quoting import quoted
 
 _log = logging.getLogger(__name__)
@@ -315,6 +317,42 @@ def _positions_reach(run: RunConfig) -> Broken:
         yield "sequence.length", rule
 
 
+def _validation_has_sets(run: RunConfig) -> Broken:
+    """A validation has a set, and watches the loss, accuracy or exact matches of one of them."""
+    if run.validation is None:
+        return
+    sets = run.evaluated_sets
+    if not sets:
+        yield (
+            "validation.sets",
+            "there is nothing to validate on; write sets such as {held_out: {tokens: DIR}}, or "
+            "data.eval_tokens=DIR",
+        )
+        return
+    name, measure = run.validation.watched(next(iter(sets)))
+    if name not in sets:
+        yield "validation.watch", f"no such set; sets: {', '.join(sets)}"
+    elif measure not in get_args(Measure):
+        yield (
+            "validation.watch",
+            f"a set has {', '.join(get_args(Measure))}; write one of them behind {name}.",
+        )
+
+
+def _validation_length_reaches(run: RunConfig) -> Broken:
+    """A sequence of a validation is at most as long as the table of learned positions."""
+    rows = run.model.max_positions
+    if run.model.position != "learned" or rows is None:
+        return
+    for name, own in run.evaluated_sets.items():
+        if own.length is not None and own.length > rows:
+            yield (
+                "validation.sets",
+                f"{name}: length {own.length} is longer than the {rows} learned positions; shorten "
+                "it",
+            )
+
+
 RULES = (
     _window_fits,
     _family_computes_it,
@@ -331,6 +369,8 @@ RULES = (
     _step_suits_samples,
     _replicas_share_no_step,
     _replicas_get_samples,
+    _validation_has_sets,
+    _validation_length_reaches,
     _decay_suits_schedule,
 )
 

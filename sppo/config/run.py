@@ -25,6 +25,7 @@ from sppo.config.base import (
 )
 from sppo.config.model import ModelConfig
 from sppo.config.optimizer import OptimizerConfig
+from sppo.config.validation import HELD_OUT, ValidationConfig, ValidationSet
 
 Cuts = Annotated[
     tuple[Size, ...],
@@ -329,6 +330,8 @@ class RunConfig(Section):
     """Planning of steps of samples."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Times at which the state is saved."""
+    validation: ValidationConfig | None = None
+    """Sets that are evaluated between steps; null evaluates none."""
     hardware: Auto | HardwareConfig = "auto"
     """Machine to plan for; auto: this machine."""
 
@@ -340,6 +343,15 @@ class RunConfig(Section):
             changed = sections.get(section, getattr(self, section))
             sections[section] = changed.model_copy(update={key: value})
         return self.model_copy(update=sections)
+
+    @property
+    def evaluated_sets(self) -> dict[str, ValidationSet]:
+        """Sets that are evaluated between steps, by name; empty without a validation."""
+        if self.validation is None:
+            return {}
+        if not self.validation.sets and self.data.eval_tokens is not None:
+            return {HELD_OUT: ValidationSet(tokens=self.data.eval_tokens)}
+        return self.validation.sets
 
     @property
     def initial_weights(self) -> str:

@@ -223,17 +223,20 @@ def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
     return seconds * workload.correction.backward
 
 
-def head_parts(workload: Workload, *, tokens: Floats) -> dict[str, Table]:
+def head_parts(
+    workload: Workload, *, tokens: Floats, with_gradients: bool = True
+) -> dict[str, Table]:
     """Return the seconds by part of the last norm, the vocabulary projection, loss and gradients.
 
-    All run in F, tile by tile of tokens, so products are priced at the shape of a tile.
+    All run in F, tile by tile of tokens, so products are priced at the shape of a tile. An
+    evaluation has no gradients.
     """
     model, device = workload.model, workload.hardware.device
     here = tokens / workload.sequence_parallel_degree
     most = tile_tokens(model.vocab_size, element_bytes=workload.element_bytes, device=device.kind)
     tile = np.minimum(here, most)
     tiles, matrix = here / tile, [(model.vocab_size, model.hidden_size)]
-    kinds: tuple[Product, ...] = get_args(Product)
+    kinds: tuple[Product, ...] = get_args(Product) if with_gradients else ("forward",)
     products: Table = np.sum(
         [_products(workload, matrix, tokens=tile, product=kind) for kind in kinds], axis=0
     )
@@ -241,8 +244,9 @@ def head_parts(workload: Workload, *, tokens: Floats) -> dict[str, Table]:
     norms = [(model.norm, model.hidden_size), (f"{model.norm}_backward", model.hidden_size)]
     parts = {
         "products": products * tiles,
-        "elementwise": loss * tiles + _work_seconds(workload, norms, tokens=here),
-        "gradient_sums": _gradient_sum_seconds(workload, matrix) * tiles,
+        "elementwise": loss * tiles
+        + _work_seconds(workload, norms[: 1 + with_gradients], tokens=here),
+        "gradient_sums": _gradient_sum_seconds(workload, matrix) * tiles * with_gradients,
     }
     return {name: seconds * workload.correction.forward for name, seconds in parts.items()}
 
@@ -352,6 +356,14 @@ def _work_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -
         rate = device.elementwise_bytes_per_s(kernel, workload.dtype, elements=elements)
         each = bytes_per_element(kernel, element_bytes=workload.element_bytes)
         seconds += elements * each / rate
+    return seconds
+
+
+def saving_seconds(workload: Workload, *, tokens: Floats) -> Table:
+    """Return the seconds in which a layer's forward saves tensors, [subsequences]."""
+    here = tokens / workload.sequence_parallel_degree
+    saving = [_saving_seconds(workload, index, tokens=here) for index in _CLASSES]
+    seconds: Table = np.sum(saving, axis=0) * workload.correction.forward
     return seconds
 
 

@@ -208,7 +208,7 @@ def stage_costs(candidate: Candidate, placement: ActivationPlacement) -> Costs:
         placement: Placement by the activation policy, [stages, subsequences] of each sequence.
             Recomputation runs inside B and counts in B.
     """
-    plain = _costs_without_activations(candidate)
+    plain = costs_without_activations(candidate)
     retained, offloaded = (
         _of_units(placed_bytes(placement, name, candidate=candidate), candidate.sequences)
         for name in ("retained", "offloaded")
@@ -225,7 +225,7 @@ def stage_costs(candidate: Candidate, placement: ActivationPlacement) -> Costs:
 
 
 @lru_cache(maxsize=4)
-def _costs_without_activations(candidate: Candidate) -> Costs:
+def costs_without_activations(candidate: Candidate) -> Costs:
     """Return the costs of a step if saved tensors took no memory; cached, must not be modified."""
     workload, seconds = candidate.workload, stage_seconds(candidate)
     carried_s, stages = message_seconds(candidate), candidate.num_stages

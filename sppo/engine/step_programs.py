@@ -15,7 +15,7 @@ from sppo.engine.pipeline import Pipeline
 from sppo.schedule.actions import Lengths
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.orders.names import order_of
-from sppo.schedule.program import forward_part, generate, with_messages
+from sppo.schedule.program import forward_program, generate, with_messages
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.copies import place_copies, place_state
 
@@ -70,44 +70,46 @@ class StepPrograms:
         return self._made(lengths, forward_only)
 
     def _make(self, lengths: Lengths, forward_only: bool) -> PlannedStep:
-        stages = () if forward_only else range(self._pipeline.placement.num_stages)
+        pipeline = self._pipeline
+        if forward_only:
+            forwards = forward_program(
+                # The solver chose MSP for training steps.
+                order_of(pipeline.schedule, num_virtual=pipeline.num_virtual),
+                num_ranks=pipeline.num_ranks,
+                num_virtual=pipeline.num_virtual,
+                lengths=lengths,
+                streams_weights=self._streams_weights,
+            )
+            return PlannedStep(forwards, ())
+        stages = range(pipeline.placement.num_stages)
         placements = [[self._placements[n](parts) for parts in lengths] for n in stages]
-        program = self._pipeline.planned
-        if forward_only or program is None or program.lengths != lengths:
+        program = pipeline.planned
+        if program is None or program.lengths != lengths:
             program = self._equal_units(lengths, placements)
         return PlannedStep(program, placements)
 
     def _equal_units(self, lengths: Lengths, placements: StepPlacements) -> Schedule:
-        """Return a program for units of equal cost; without placements only forward."""
-        pipeline, forward_only = self._pipeline, not placements
+        """Return a program for units of equal cost."""
+        pipeline = self._pipeline
         stages, num_units = pipeline.placement.num_stages, sum(map(len, lengths))
         costs = abstract_costs(stages, num_units=num_units, backward_s=1.0, weight_s=1.0)
         schedule = generate(
-            # The solver chose MSP for training steps.
-            order_of(pipeline.schedule, num_virtual=pipeline.num_virtual)
-            if forward_only
-            else pipeline.schedule,
+            pipeline.schedule,
             num_ranks=pipeline.num_ranks,
             num_virtual=pipeline.num_virtual,
             lengths=lengths,
             costs=costs,
         )
-        if forward_only:
-            schedule = forward_part(schedule)
-        else:
-            offloaded = [
-                [any(part.offloaded) for part in chain.from_iterable(placed)]
-                for placed in placements
-            ]
-            schedule = place_copies(
-                schedule,
-                offloaded=np.array(offloaded),
-                kv_offloaded=pipeline.kv_offloaded,
-                kv_recomputed=pipeline.kv_recomputed,
-            )
-        schedule = place_state(
+        offloaded = [
+            [any(part.offloaded) for part in chain.from_iterable(placed)] for placed in placements
+        ]
+        schedule = place_copies(
             schedule,
-            weights=self._streams_weights,
-            gradients=self._streams_gradients and not forward_only,
+            offloaded=np.array(offloaded),
+            kv_offloaded=pipeline.kv_offloaded,
+            kv_recomputed=pipeline.kv_recomputed,
+        )
+        schedule = place_state(
+            schedule, weights=self._streams_weights, gradients=self._streams_gradients
         )
         return with_messages(schedule, costs=costs)

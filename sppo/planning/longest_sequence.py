@@ -67,15 +67,16 @@ def _fits(run: RunConfig, degrees: Degrees, hardware: HardwareSpec, tokens: int)
         return False
 
 
-def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
+def longest_tokens(fits: Callable[[int], bool], *, least: int = 1, most: int = MOST_TOKENS) -> int:
     """Return the longest sequence that fits, in whole Ki tokens; 0 if not even the shortest fits.
 
     Args:
         fits: Function that returns whether a sequence of the given number of tokens fits. It must
             be monotonic: shorter sequences fit if longer ones do.
         least: Minimum tokens of a sequence.
+        most: Maximum tokens of a sequence.
     """
-    lengths = range(-(-least // KIB), MOST_TOKENS // KIB + 1)
+    lengths = range(-(-least // KIB), most // KIB + 1)
     if not lengths or not fits(lengths[0] * KIB):
         return 0
     too_long = bisect_left(lengths, True, lo=1, key=lambda length: not fits(length * KIB))

@@ -22,7 +22,7 @@ import numpy as np
 
 from sppo.schedule.actions import Op, Placement
 from sppo.schedule.checks import check_deadlock_free, validate
-from sppo.schedule.costs import Costs
+from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.multiplexing.multiplex import multiplex
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
 from sppo.schedule.schedule import Schedule, columns_of
@@ -151,6 +151,39 @@ def with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
     return place_state(schedule, weights=weights, gradients=gradients)
 
 
+def forward_program(
+    order: str,
+    *,
+    num_ranks: int,
+    num_virtual: int,
+    lengths: Sequence[Sequence[int]],
+    streams_weights: bool,
+) -> Schedule:
+    """Return the program of an evaluation: the forwards of a step of units of equal cost.
+
+    Args:
+        order: Name of the schedule, one that cuts no units.
+        num_ranks: Pipeline ranks.
+        num_virtual: Stages per rank.
+        lengths: Tokens of every subsequence of every sequence.
+        streams_weights: Whether weights are copied to the device stage by stage.
+
+    Raises:
+        ValueError: The schedule cannot serve these sequences.
+    """
+    costs = abstract_costs(
+        num_ranks * num_virtual,
+        num_units=sum(map(len, lengths)),
+        backward_s=1.0,
+        weight_s=1.0,
+    )
+    whole = generate(
+        order, num_ranks=num_ranks, num_virtual=num_virtual, lengths=lengths, costs=costs
+    )
+    forwards = place_state(forward_part(whole), weights=streams_weights, gradients=False)
+    return with_messages(forwards, costs=costs)
+
+
 def forward_part(schedule: Schedule) -> Schedule:
-    """Return only the forwards of `schedule`, in their order: the program of an evaluation."""
+    """Return only the forwards of `schedule`, in their order."""
     return schedule.with_columns(schedule.columns[:, schedule.of(Op.F)])

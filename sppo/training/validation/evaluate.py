@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import Engine
+from sppo.planning.evaluated_rows import Row, rows_of, rows_of_replica
 from sppo.schedule.actions import Action
 from sppo.training.job import Job
 from sppo.training.step import await_device
-from sppo.training.validation.rows import Row, row_data, rows_of, rows_of_replica
+from sppo.training.validation.rows import row_data
 from sppo.training.validation.sums import LossSums, SetLosses
 
 
@@ -56,7 +57,8 @@ class EvaluatedSet:
             at_once: Rows of a replica that run together.
         """
         count = samples.num_samples if most is None else min(most, samples.num_samples)
-        rows = rows_of(samples, count, boundaries=boundaries, packs=packs, degree=degree)
+        lengths = samples.lengths(range(count))
+        rows = rows_of(lengths, boundaries=boundaries, packs=packs, degree=degree)
         return cls(name, samples, count, boundaries[-1], tuple(rows), at_once)
 
 

@@ -17,7 +17,8 @@ from sppo.data.sample_rows import TrainingData
 from sppo.engine.label_losses import LabelLosses
 from sppo.engine.unit import SequenceData, document_positions
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.training.validation.rows import Row, sample_of_tokens
+from sppo.planning.evaluated_rows import Row
+from sppo.training.validation.rows import sample_of_tokens
 
 _FIRST_BIN_TOKENS = 64
 
