@@ -105,7 +105,7 @@ def _draw(found: Evaluation, path: Path) -> None:
     )
     edges = [*(row.start for row in found.by_position), found.by_position[-1].end]
     losses = [row.loss for row in found.by_position]
-    position_plot(path, edges=edges, losses=losses, facts=facts)
+    position_plot(path, {"": (edges, {"": losses})}, facts=facts)
 
 
 def _screen(found: Evaluation) -> Screen:

@@ -1,1 +1,1 @@
-"""Plots as PNG files: loss, lengths of documents, loss by position, a step, timelines."""
+"""Plots as PNG files: loss, loss by position, needles found, a step, timelines."""
