@@ -14,6 +14,7 @@ from sppo.units import format_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Fractions of the figure: left edge, bottom edge, width, height.
 _AREA = (0.07, 0.13, 0.88, 0.66)
@@ -48,7 +49,7 @@ def needle_plot(
     figure = new_figure()
     axes = figure.add_axes(_AREA)
     axes.imshow(shares, cmap=_COLOURS, vmin=0, vmax=1, aspect="auto")
-    size_pt = _text_pt(figure.get_size_inches(), rows=len(depths), columns=len(lengths))
+    size_pt = _text_pt(figure, rows=len(depths), columns=len(lengths))
     for (row, column), share in np.ndenumerate(shares):
         if np.isfinite(share) and size_pt >= _SMALLEST_PT:
             colour = "white" if share >= _WHITE_FROM else INK
@@ -78,7 +79,8 @@ def _draw_gaps(axes: Axes, *, rows: int, columns: int) -> None:
     axes.tick_params(which="minor", length=0)
 
 
-def _text_pt(inches: Sequence[float], *, rows: int, columns: int) -> float:
+def _text_pt(figure: Figure, *, rows: int, columns: int) -> float:
     """Return the size of the text of a cell: half its height, and a quarter of its width."""
-    width, height = inches[0] * _AREA[2] / columns, inches[1] * _AREA[3] / rows
+    width = figure.get_figwidth() * _AREA[2] / columns
+    height = figure.get_figheight() * _AREA[3] / rows
     return min(_LARGEST_PT, _POINTS_PER_INCH * height / 2, _POINTS_PER_INCH * width / 4)

@@ -87,8 +87,15 @@ def _name_curves(axes: Axes, curves: Curves) -> None:
     names = list(curves)
     for name, share in ((names[0], 1 / len(names)), (names[-1], 1.0)):
         axes.plot([], [], color=_shade(share), lw=2.8, label=name)
-    above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    axes.legend(ncols=2, fontsize=SMALL_PT, frameon=False, labelcolor=QUIET, **above)
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),  # above the axes
+        borderaxespad=0.2,
+        ncols=2,
+        fontsize=SMALL_PT,
+        frameon=False,
+        labelcolor=QUIET,
+    )
 
 
 def _shade(share: float) -> str:
@@ -96,7 +103,8 @@ def _shade(share: float) -> str:
     from matplotlib.colors import to_hex, to_rgb
 
     pale, dark = to_rgb(PALE_BLUE), to_rgb(BLUE)
-    return to_hex([p + (d - p) * share for p, d in zip(pale, dark, strict=True)])
+    red, green, blue = (p + (d - p) * share for p, d in zip(pale, dark, strict=True))
+    return to_hex((red, green, blue))
 
 
 def _draw_columns(
