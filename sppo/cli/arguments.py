@@ -1,16 +1,26 @@
-"""Arguments of several commands, and the loading of the run file of a planning command."""
+"""Arguments of several commands, and the loading of the run of a planning or evaluating command."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import typer
 
 from sppo.config import RunConfig, load_run
+from sppo.config.base import MOST_SAMPLES, MOST_TOKENS
+from sppo.data.tokens import CELLS_FILE, open_tokens
+from sppo.units import parse_size
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
+OptionalRunFile = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN.yaml]", help="The run file; none with --model.", show_default=False
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -20,6 +30,36 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="A checkpoint; without it the run's newest."),
+]
+Initial = Annotated[
+    bool,
+    typer.Option(
+        "--initial",
+        help="Evaluate the weights that the run starts from: model.from_hf, or random ones.",
+    ),
+]
+HuggingFaceModel = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Evaluate a Hugging Face model instead of a run; needs --tokens."
+    ),
+]
+EvaluatedTokens = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Token data to evaluate, instead of data.eval_tokens."),
+]
+EvaluatedLength = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens of a sequence, or of the longest document, instead of sequence.length.",
+        show_default=False,
+    ),
+]
+Samples = Literal["stream", "documents"]
 
 _NOTE = (
     "data.samples=documents: planned for the longest samples, of sequence.length tokens; each step "
@@ -39,3 +79,95 @@ def load_planned_run(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     if run.data.samples == "documents":
         typer.echo(_NOTE, err=True)
     return run
+
+
+def parse_length(text: str | None) -> int | None:
+    """Return the number of tokens that the option ``--length`` gives.
+
+    Raises:
+        ValueError: The text is not a length.
+    """
+    if text is None:
+        return None
+    try:
+        length = parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--length: {error}") from None
+    if not 1 <= length <= MOST_TOKENS:
+        raise ValueError(f"--length {length}: a length is from 1 to {MOST_TOKENS:,} tokens")
+    return length
+
+
+def load_evaluated_run(
+    run_file: Path | None,
+    overrides: Sequence[str],
+    *,
+    model: Path | None,
+    tokens: Path | None,
+    length: str | None,
+    samples: Samples | None,
+) -> RunConfig:
+    """Load the run whose weights are evaluated, with the tokens to evaluate as its held-out ones.
+
+    Needle data is evaluated by documents, none of which may be cut.
+
+    Args:
+        run_file: Run file; with `model` this word is an override, or None.
+        overrides: ``section.key=value`` words.
+        model: Directory of a Hugging Face model, for which a run is made.
+        tokens: Token data to evaluate; None for those of the run.
+        length: Tokens of a sequence, or of the longest document; None for that of the run, and for
+            the longest needle document.
+        samples: Unit of the data; None for that of the run.
+
+    Raises:
+        ValueError: Arguments are missing or exclude each other, or the run cannot be used.
+    """
+    asked = parse_length(length)
+    needles = tokens is not None and (tokens / CELLS_FILE).exists()
+    if needles and asked is None and tokens is not None:
+        asked = int(np.diff(open_tokens(tokens).document_offsets).max())
+    if model is None:
+        if run_file is None:
+            raise ValueError("name a run file, or a Hugging Face model: --model DIR --tokens DIR")
+        run = load_run(run_file, overrides)
+    else:
+        words = [] if run_file is None else [str(run_file)]
+        if words and "=" not in words[0]:
+            raise ValueError(f"--model {model} and the run file {run_file}: leave out one of both")
+        if tokens is None or asked is None:
+            what = "--tokens DIR" if tokens is None else "--length N"
+            raise ValueError(f"--model {model}: say what to evaluate as well, with {what}")
+        run = load_run(
+            {
+                "model": {"from_hf": str(model)},
+                "data": {"tokens": str(tokens)},
+                "sequence": {"length": asked},
+            },
+            [*words, *overrides],
+        )
+    changed: dict[str, Any] = {}
+    if tokens is not None:
+        changed["data.eval_tokens"] = str(tokens)
+    if asked is not None:
+        changed["sequence.length"] = asked
+    if samples is None and needles:
+        samples = "documents"
+    if samples == "documents":
+        changed |= {
+            "data.samples": samples,
+            "sequence.boundaries": None,
+            "train.sequences_per_step": 1,
+            "train.samples_per_step": MOST_SAMPLES,  # of a step, which an evaluation has not
+            "train.tokens_per_step": None,
+        }
+    elif samples == "stream":
+        changed |= {
+            "data.samples": samples,
+            "sequence.longer": "cut",
+            "train.samples_per_step": None,
+            "train.tokens_per_step": None,
+        }
+    if needles and samples == "documents":
+        changed["sequence.longer"] = "refuse"
+    return load_run(run, changed)

@@ -10,12 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sppo.cli.arguments import Json
+from sppo.cli.arguments import Json, parse_length
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.data_needle import needle
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, columns, emit, item_table
-from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
 from sppo.data.samples.length_stats import LengthStats, length_stats
@@ -23,7 +22,7 @@ from sppo.data.tokens import open_tokens
 from sppo.quoting import one_line
 from sppo.report.display import Display
 from sppo.report.lines import print_line
-from sppo.units import MIB, counted, format_bytes, format_count, format_tokens, parse_size
+from sppo.units import MIB, counted, format_bytes, format_count, format_tokens
 
 _TELL_EVERY_S = 10.0
 
@@ -134,7 +133,7 @@ def stats(
         sppo data stats data/code --length 6000
     """
     with exit_codes():
-        limit = _length(length)
+        limit = parse_length(length)
         tokens = open_tokens(directory)
         found = length_stats(tokens, length=limit)
     emit(lambda: asdict(found), lambda: _screen(found), as_json=json_output)
@@ -170,18 +169,6 @@ def _labels_text(found: LengthStats) -> str:
         share = found.num_counting_labels / max(1, found.num_tokens)
         counting = f"{found.num_counting_labels:,} of the labels count ({share:.1%})"
     return f"{counting}; documents without any that counts: {found.num_documents_without_labels:,}"
-
-
-def _length(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        length = parse_size(text)
-    except ValueError as error:
-        raise ValueError(f"--length: {error}") from None
-    if not 1 <= length <= MOST_TOKENS:
-        raise ValueError(f"--length {length}: a length is from 1 to {MOST_TOKENS:,} tokens")
-    return length
 
 
 def _end_of_document(text: str) -> EndOfDocument:

@@ -11,10 +11,20 @@ import typer
 from rich.console import Console
 
 from sppo.api import evaluate as evaluate_run
-from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.arguments import (
+    Checkpoint,
+    EvaluatedLength,
+    EvaluatedTokens,
+    HuggingFaceModel,
+    Initial,
+    Json,
+    OptionalRunFile,
+    Overrides,
+    Samples,
+    load_evaluated_run,
+)
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, emit, item_table, written
-from sppo.config import load_run
 from sppo.output_file import check_output_files
 from sppo.plots.positions import position_plot
 from sppo.report.lines import print_line
@@ -29,19 +39,17 @@ _PROGRESS_LINES = 10
 
 
 def evaluate(
-    run_file: RunFile,
+    run_file: OptionalRunFile = None,
     overrides: Overrides = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A checkpoint; without it the run's newest."),
+    model: HuggingFaceModel = None,
+    tokens: EvaluatedTokens = None,
+    length: EvaluatedLength = None,
+    samples: Annotated[
+        Samples | None,
+        typer.Option(help="Cut a stream, or evaluate each document by itself, as data.samples."),
     ] = None,
-    initial: Annotated[
-        bool,
-        typer.Option(
-            "--initial",
-            help="Evaluate the weights that the run starts from: model.from_hf, or random ones.",
-        ),
-    ] = False,
+    checkpoint: Checkpoint = None,
+    initial: Initial = False,
     sequences: Annotated[
         int | None,
         typer.Option(
@@ -58,15 +66,21 @@ def evaluate(
 ) -> None:
     """Report the loss of a run's newest weights on data.eval_tokens, by position in the context.
 
-    sppo eval configs/run/tiny_cpu.yaml --sequences 4 --png loss_by_position.png
+    With --model, of a Hugging Face model, without a run file.
+
+        sppo eval configs/run/tiny_cpu.yaml --sequences 4 --png loss_by_position.png
+        sppo eval --model models/qwen3-8b --tokens data/held_out --length 32Ki
     """
     with exit_codes():
-        run = load_run(run_file, overrides or ())
-        check_output_files({"--png": png}, plots=["--png"], inputs=[run_file])
+        run = load_evaluated_run(
+            run_file, overrides or (), model=model, tokens=tokens, length=length, samples=samples
+        )
+        inputs = [] if run_file is None else [run_file]
+        check_output_files({"--png": png}, plots=["--png"], inputs=inputs)
         found = evaluate_run(
             run,
             checkpoint=checkpoint,
-            initial=initial,
+            initial=initial or model is not None,
             sequences=sequences,
             on_sequence=None if json_output else _show_progress,
         )
