@@ -10,13 +10,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sppo.cli.arguments import Json, parse_length
+from sppo.cli.arguments import Json, Overrides, RunFile, parse_length
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.data_needle import needle
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, columns, emit, item_table
+from sppo.config import load_run
+from sppo.data.mixture import Mixture, mixture_of
 from sppo.data.preparation.prepare import PreparedTokens, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
+from sppo.data.run_tokens import open_data
 from sppo.data.samples.length_stats import LengthStats, length_stats
 from sppo.data.tokens import open_tokens
 from sppo.quoting import one_line
@@ -137,6 +140,51 @@ def stats(
         tokens = open_tokens(directory)
         found = length_stats(tokens, length=limit)
     emit(lambda: asdict(found), lambda: _screen(found), as_json=json_output)
+
+
+@app.command()
+def mix(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
+    """Report what a run of data.sources draws from each source over train.steps.
+
+    The share that is drawn differs from the share asked for, because a run ends within a block of
+    draws, and because samples have different lengths.
+
+        sppo data mix run.yaml train.steps=2000
+    """
+    with exit_codes():
+        run = load_run(run_file, overrides or ())
+        if run.data.sources is None:
+            raise ValueError(
+                f"{run_file}: data.tokens is not a mixture; write data.sources instead, e.g. "
+                "data.sources={books: {tokens: data/books, weight: 60}, code: {tokens: data/code, "
+                "weight: 40}}"
+            )
+        found = mixture_of(run, [open_data(run, path) for path in run.data.directories.values()])
+    emit(lambda: asdict(found), lambda: _mixture_screen(found), as_json=json_output)
+
+
+def _mixture_screen(found: Mixture) -> Screen:
+    """Yield what a run draws from each source."""
+    samples = sum(source.drawn_samples for source in found.sources)
+    tokens = sum(source.drawn_tokens for source in found.sources)
+    yield (
+        f"{counted(found.steps, 'step')} draw {counted(samples, 'sample')} of "
+        f"{format_count(tokens)} tokens; weights are shares of the {found.weights}, and every "
+        f"{found.block:,} draws have exactly as many of each source"
+    )
+    cells = {
+        "source": lambda source: source.name,
+        "samples": lambda source: f"{source.samples:,}",
+        "tokens": lambda source: format_count(source.tokens),
+        "share asked": lambda source: f"{source.share_asked:.1%}",
+        "drawn": lambda source: f"{source.share:.1%}",
+        "samples drawn": lambda source: f"{source.drawn_samples:,}",
+        "epochs": lambda source: f"{source.epochs:.2f}",
+    }
+    yield item_table(found.sources, cells)
+    for source in found.sources:
+        if source.epochs > source.max_epochs:
+            yield f"{source.name}: more epochs than max_epochs {source.max_epochs:g}: refused"
 
 
 def _screen(found: LengthStats) -> Screen:

@@ -170,6 +170,10 @@ def check_run(
         expanded = expand_model(sections["model"], found)
         # An unknown model is replaced by any other, so that the other sections are checked.
         sections["model"] = PRESETS["tiny"] if expanded is None else expanded
+    data = sections["data"]
+    if isinstance(data, dict) and data.get("tokens") is None and data.get("sources") is None:
+        rule = "required; or data.sources, for a mixture"
+        found.append(Problem("data.tokens", MISSING, rule))
     try:
         run = RunConfig.model_validate(sections)
     except ValidationError as error:

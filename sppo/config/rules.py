@@ -34,6 +34,13 @@ def broken_rules(run: RunConfig) -> Iterator[Problem]:
             yield Problem(path, MISSING if value is None else written, text)
 
 
+def _data_is_named_once(run: RunConfig) -> Broken:
+    """Training tokens are named by ``data.tokens`` or ``data.sources``, not by both."""
+    if run.data.tokens is not None and run.data.sources is not None:
+        rule = "data.sources names the training tokens, too; leave one of the two keys out"
+        yield "data.tokens", rule
+
+
 def _sequence_suits_samples(run: RunConfig) -> Broken:
     """``sequence.longer`` other than cut needs documents, and ``sequence.boundaries`` a stream.
 
@@ -354,6 +361,7 @@ def _validation_length_reaches(run: RunConfig) -> Broken:
 
 
 RULES = (
+    _data_is_named_once,
     _window_fits,
     _family_computes_it,
     _positions_reach,

@@ -23,6 +23,7 @@ from sppo.config.base import (
     Tokens,
     list_of,
 )
+from sppo.config.mixture import Sources
 from sppo.config.model import ModelConfig
 from sppo.config.optimizer import OptimizerConfig
 from sppo.config.validation import HELD_OUT, ValidationConfig, ValidationSet
@@ -58,11 +59,19 @@ WITH_VIRTUAL_STAGES: tuple[ScheduleName, ...] = (
 class DataConfig(Section):
     """Token data of a run, and the order in which it is read."""
 
-    tokens: Directory
-    """Directory of training tokens, written by ``sppo data prepare``."""
+    tokens: Directory | None = None
+    """Directory of training tokens, written by ``sppo data prepare``. Either this key or
+    ``sources`` is required."""
+    sources: Sources | None = None
+    """Sources of a mixture by name, instead of ``tokens``, such as ``{books: {tokens: data/books,
+    weight: 60}, code: {tokens: data/code, weight: 40}}``. Each source is read in epochs of its own.
+    """
+    weights: Literal["tokens", "samples"] = "tokens"
+    """Unit of the weights of ``sources``: a source's share of the tokens that are trained on, or of
+    the samples. The same for sequences of a stream, all of which have one length."""
     eval_tokens: Directory | None = None
     """Directory of held-out tokens for ``sppo eval``; null evaluates on ``tokens`` and reports
-    that."""
+    that. Needed to evaluate a run of ``sources``."""
     samples: Literal["stream", "documents"] = "stream"
     """Unit of training data. stream: sequences of ``sequence.length`` tokens, cut from all
     documents one after another; documents: each document whole and by itself, with its own
@@ -73,6 +82,14 @@ class DataConfig(Section):
     isolate_documents: bool = False
     """Whether attention stops at document boundaries inside a sequence, as it always does between
     samples."""
+
+    @property
+    def directories(self) -> Mapping[str, str]:
+        """Directory of each source of training tokens, by the path of the key that names it."""
+        if self.sources is None:
+            assert self.tokens is not None, "one of the two keys is there: a rule across keys"
+            return {"data.tokens": self.tokens}
+        return {f"data.sources.{name}.tokens": one.tokens for name, one in self.sources.items()}
 
 
 class SequenceConfig(Section):

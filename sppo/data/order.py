@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,17 @@ from numpy.typing import NDArray
 _ROUNDS = 8
 # A Feistel network over fewer than 64 values mixes poorly; walking more cycles costs microseconds.
 _MIN_HALF_BITS = 3
+
+
+class Order(Protocol):
+    """Order in which a run reads training sequences or samples, by position."""
+
+    @property
+    def covering(self) -> int:
+        """Number of positions, from the first on, that have every sample at least once."""
+
+    def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
+        """Return the sequences read at ``count`` positions from ``position`` on, int64 [count]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,11 @@ class SequenceOrder:
 
     def __post_init__(self) -> None:
         assert self.num_sequences >= 1, f"{self.num_sequences} sequences"
+
+    @property
+    def covering(self) -> int:
+        """Number of positions, from the first on, that have every sample: an epoch."""
+        return self.num_sequences
 
     def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
         """Return the sequences read at ``count`` positions from ``position`` on, int64 [count]."""
@@ -60,7 +77,7 @@ class SequenceOrder:
         return values
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)  # of the sources of a mixture, each with an epoch of its own
 def _round_tables(seed: int, epoch: int, half_bits: int) -> NDArray[np.int64]:
     """Return the round functions of an epoch as tables, int64 [rounds, 2^half_bits]."""
     size = 1 << half_bits

@@ -5,18 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import numpy as np
-
 from sppo.config import RunConfig
 from sppo.config.model import ModelConfig
 from sppo.data.preparation.opening import reading
 from sppo.data.preparation.tokenizer_file import TOKENIZER_FILE, vocabulary_identity
-from sppo.data.samples.sample_table import (
-    SampleTable,
-    no_samples_problem,
-    sample_table,
-    stream_table,
-)
+from sppo.data.samples.run_samples import table_of, why_no_sample
 from sppo.data.tokens import META_FILE, TokenData, open_tokens, read_meta
 
 _OTHER_FILES = (
@@ -42,27 +35,32 @@ def open_data(run: RunConfig, directory: str) -> TokenData:
     return data
 
 
+def open_sources(run: RunConfig) -> tuple[TokenData, ...]:
+    """Open the training tokens of a run, of each source; they were checked before.
+
+    Raises:
+        ValueError: The data is missing or damaged.
+    """
+    return tuple(open_tokens(Path(directory)) for directory in run.data.directories.values())
+
+
 def open_evaluated(run: RunConfig) -> TokenData:
     """Open the tokens that ``sppo eval`` reads: ``data.eval_tokens``, or else ``data.tokens``.
 
     Raises:
-        ValueError: See :func:`open_data`; or the vocabulary is not that of the training tokens.
+        ValueError: See :func:`open_data`; or the vocabulary is not that of the training tokens, or
+            a run of a mixture names no tokens to evaluate on.
     """
-    data = open_data(run, run.data.eval_tokens or run.data.tokens)
-    check_same_vocabulary(data, training=Path(run.data.tokens))
+    directory = run.data.eval_tokens or run.data.tokens
+    if directory is None:
+        raise ValueError(
+            "data.eval_tokens (missing): on which tokens? A run of data.sources evaluates on those "
+            "of data.eval_tokens: write data.eval_tokens=DIR"
+        )
+    data = open_data(run, directory)
+    key, training = next(iter(run.data.directories.items()))
+    check_same_vocabulary(data, Path(training), keys=("data.eval_tokens", key))
     return data
-
-
-def samples_of(run: RunConfig, tokens: TokenData) -> SampleTable:
-    """Return the table of the samples of a run.
-
-    Raises:
-        ValueError: Some samples are longer than the run allows.
-    """
-    length, longer = run.sequence.length, run.sequence.longer
-    if run.data.samples == "stream":
-        return stream_table(tokens.num_tokens, length=length)
-    return sample_table(tokens.document_offsets, length=length, longer=longer)
 
 
 def check_tokens(run: RunConfig, tokens: TokenData) -> None:
@@ -80,22 +78,10 @@ def check_tokens(run: RunConfig, tokens: TokenData) -> None:
             f"be below it. Set model.vocab_size to at least {meta.max_id + 1}, or prepare the data "
             "with the model's tokenizer"
         )
-    if samples_of(run, tokens).num_samples == 0:
-        problems.append(_why_no_sample(run, tokens))
+    if table_of(run, tokens).num_samples == 0:
+        problems.append(why_no_sample(run, tokens))
     if problems:
         raise ValueError("\n".join(problems))
-
-
-def _why_no_sample(run: RunConfig, tokens: TokenData) -> str:
-    """Return why token data has no sample, and what to change."""
-    if run.data.samples == "documents":
-        return no_samples_problem(tokens.directory, np.asarray(tokens.document_offsets))
-    length, shorter = run.sequence.length, tokens.num_tokens - 1
-    fix = f"Set sequence.length to at most {shorter}, or prepare" if shorter else "Prepare"
-    return (
-        f"{tokens.directory}: {tokens.num_tokens} tokens, but a sequence of sequence.length "
-        f"{length} needs {length + 1} (inputs, and labels one token on). {fix} more data"
-    )
 
 
 def check_tokenizer(data: TokenData, model: ModelConfig) -> None:
@@ -129,14 +115,15 @@ def check_tokenizer(data: TokenData, model: ModelConfig) -> None:
         raise _refusal(data, directory, theirs=str(path), size=size)
 
 
-def check_same_vocabulary(held_out: TokenData, *, training: Path) -> None:
-    """Raise ValueError unless held-out tokens have the vocabulary of the training tokens.
+def check_same_vocabulary(tokens: TokenData, training: Path, *, keys: tuple[str, str]) -> None:
+    """Raise ValueError unless tokens have the vocabulary of the training tokens.
 
     Nothing is checked if either data set has ready-made ids, whose vocabulary is unknown.
 
     Args:
-        held_out: Tokens to evaluate on.
+        tokens: Tokens to evaluate on, or of another source of a mixture.
         training: Directory of the training tokens; nothing is checked if it has none.
+        keys: Keys of the run file that name the two directories.
 
     Raises:
         ValueError: The tokens are of different vocabularies.
@@ -146,14 +133,14 @@ def check_same_vocabulary(held_out: TokenData, *, training: Path) -> None:
         return
     with reading(meta):
         theirs = read_meta(meta).tokenizer
-    ours = held_out.meta.tokenizer
+    ours = tokens.meta.tokenizer
     if "ids" in (ours.name, theirs.name) or ours.sha256 == theirs.sha256:
         return
     if ours.vocabulary_sha256 is None or ours.vocabulary_sha256 != theirs.vocabulary_sha256:
         raise ValueError(
-            f"data.eval_tokens {held_out.directory} are tokens of tokenizer {ours.name}, and the "
-            f"run is trained on those of {theirs.name} in {training}: prepare the "
-            "held-out text again, with the tokenizer of data.tokens"
+            f"{keys[0]} {tokens.directory} are tokens of tokenizer {ours.name}, and the run is "
+            f"trained on those of {theirs.name} in {training}: prepare the former again, with the "
+            f"tokenizer of {keys[1]}"
         )
 
 

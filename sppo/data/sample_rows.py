@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from sppo.config import RunConfig
-from sppo.data.run_tokens import samples_of
+from sppo.data.samples.run_samples import run_samples, with_tokens
 from sppo.data.samples.sample_table import StepSamples
 from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData
@@ -30,33 +30,41 @@ _NAMED = 4
 class TrainingData(StepSamples):
     """Samples of every step of a run, with their tokens."""
 
-    data: TokenData
-    """Open token data that holds the samples."""
+    sources: tuple[TokenData, ...]
+    """Open token data of each source that holds samples; one unless the run has a mixture."""
     isolate_documents: bool = False
     """Whether each document within a sample of the stream is trained on as if alone: attention
     restarts at its first token, which is nobody's label."""
 
     @classmethod
     def of(cls, run: RunConfig, data: TokenData) -> Self:
-        """Return the training data of a run, whose token data is `data`.
+        """Return the samples of token data as a run cuts them, in the order of data on its own.
 
         Raises:
             ValueError: Some samples are longer than the run allows.
         """
-        train, is_stream = run.train, run.data.samples == "stream"
+        return cls.of_sources(with_tokens(run, data), [data])
+
+    @classmethod
+    def of_sources(cls, run: RunConfig, sources: Sequence[TokenData]) -> Self:
+        """Return the training data of a run, given the open token data of its sources.
+
+        Raises:
+            ValueError: Some samples are longer than the run allows.
+        """
+        steps = run_samples(run, sources)
         return cls(
-            samples_of(run, data),
-            data,
-            seed=train.seed,
-            shuffle=run.data.shuffle,
-            samples_per_step=train.sequences_per_step if is_stream else train.samples_per_step,
-            tokens_per_step=train.tokens_per_step,
-            isolate_documents=is_stream and run.data.isolate_documents,
+            steps.table,
+            steps.order,
+            tuple(sources),
+            samples_per_step=steps.samples_per_step,
+            tokens_per_step=steps.tokens_per_step,
+            isolate_documents=run.data.samples == "stream" and run.data.isolate_documents,
         )
 
     def num_labels(self, samples: Sequence[int]) -> int:
         """Return the number of valid labels of some samples."""
-        if self.data.loss_mask is None and not self.isolate_documents:
+        if not self._has_loss_mask and not self.isolate_documents:
             return sum(self.lengths(samples))
         return sum(int(np.count_nonzero(self._counts(sample))) for sample in samples)
 
@@ -70,11 +78,12 @@ class TrainingData(StepSamples):
         named = ", ".join(map(str, samples[:_NAMED]))
         more = f" and {len(samples) - _NAMED} more" * (len(samples) > _NAMED)
         first = "with data.isolate_documents the first token of a document is nobody's label"
-        if self.data.loss_mask is None:
+        if not self._has_loss_mask:
             why = f"all documents there have one token, and {first}"
         else:
             why = "the loss mask excludes them" + f", and {first}" * self.isolate_documents
-        where = f"{self.table.noun} {named}{more} of {self.data.directory}"
+        directories = ", ".join(str(source.directory) for source in self.sources)
+        where = f"{self.table.noun} {named}{more} of {directories}"
         return f"no label counts in {where}: {why}"
 
     def check_labels(self, *, steps: int) -> None:
@@ -85,19 +94,19 @@ class TrainingData(StepSamples):
         Args:
             steps: Number of steps of the run.
         """
-        tokens = self.data
-        if tokens.loss_mask is None and not self.isolate_documents:
+        if not self._has_loss_mask and not self.isolate_documents:
             return
-        consumed, are_single = 0, tokens.num_documents >= tokens.num_tokens
+        consumed = 0
+        are_single = all(one.num_documents >= one.num_tokens for one in self.sources)
         for samples in islice(self.steps(), 0 if are_single else steps):
             if self.has_labels(consumed):
                 return
             consumed += len(samples)
-            if consumed >= self.num_samples:  # further epochs have the same samples
+            if consumed >= self.order.covering:  # further steps have the same samples
                 break
         fix = (
             "Prepare the data again, with a loss mask that is true for what is to be learnt"
-            if tokens.loss_mask is not None
+            if self._has_loss_mask
             else "Set data.isolate_documents=false, or prepare longer documents"
         )
         raise ValueError(
@@ -119,8 +128,8 @@ class TrainingData(StepSamples):
         tokens, labels, starts = [], [], []
         begin = 0
         for sample, length in zip(samples, self.lengths(samples), strict=True):
-            first = self._first(sample)
-            ids = self.data.ids(first, first + length + 1)
+            source, first = self._place(sample)
+            ids = source.ids(first, first + length + 1)
             tokens.append(ids[:-1])
             labels.append(np.where(self._counts(sample), ids[1:], IGNORED_LABEL))
             inner = self._inner_starts(sample) - first
@@ -133,25 +142,27 @@ class TrainingData(StepSamples):
             document_starts=tuple(starts),
         )
 
-    def _first(self, sample: int) -> int:
-        """Return the position of the first token of a sample in the stream."""
-        return int(self.table.starts[sample])
+    @property
+    def _has_loss_mask(self) -> bool:
+        return any(source.loss_mask is not None for source in self.sources)
+
+    def _place(self, sample: int) -> tuple[TokenData, int]:
+        """Return the source of a sample, and the position of its first token in the source."""
+        return self.sources[self.table.source_of(sample)], int(self.table.starts[sample])
 
     def _counts(self, sample: int) -> NDArray[np.bool_]:
         """Return which labels of a sample are valid, bool [length]."""
-        first_label = self._first(sample) + 1
-        end = first_label + int(self.table.lengths[sample])
-        counts = self.data.counts(first_label, end)
-        counts[self._inner_starts(sample) - first_label] = False
+        source, first = self._place(sample)
+        counts = source.counts(first + 1, first + 1 + int(self.table.lengths[sample]))
+        counts[self._inner_starts(sample) - first - 1] = False
         return counts
 
     def _inner_starts(self, sample: int) -> NDArray[np.int64]:
-        """Return the positions in the stream of the sample's labels that begin a document, int64.
+        """Return the positions in the source of the sample's labels that begin a document, int64.
 
         Empty unless documents are isolated.
         """
         if not self.isolate_documents:
             return np.empty(0, dtype=np.int64)
-        first_label = self._first(sample) + 1
-        end = first_label + int(self.table.lengths[sample])
-        return self.data.document_starts(first_label, end)
+        source, first = self._place(sample)
+        return source.document_starts(first + 1, first + 1 + int(self.table.lengths[sample]))

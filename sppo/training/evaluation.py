@@ -121,7 +121,7 @@ def evaluate(
         found.by_position,
         weights_from,
         step,
-        run.data.eval_tokens or run.data.tokens,
+        str(data.directory),
         run.data.eval_tokens is not None,
         are_samples,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sppo.checkpoint.newest import NoCheckpointError, check_any
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
+from sppo.data.mixture import check_mixture
 from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
@@ -44,7 +46,7 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
     data, hardware, disk, weights = run.data, run.hardware, run.activations.disk, run.model.from_hf
     machine = hardware if hardware == "auto" else hardware.file or hardware.preset
     yield from problems_of_check("hardware", machine, lambda: hardware_for(hardware))
-    yield from problems_of_check("data.tokens", data.tokens, lambda: open_data(run, data.tokens))
+    yield from _data_problems(run)
     if data.eval_tokens not in (None, data.tokens):
         yield from problems_of_check(
             "data.eval_tokens", data.eval_tokens, lambda: open_evaluated(run)
@@ -59,6 +61,18 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
     if run.train.tensorboard:
         yield from problems_of_check("train.tensorboard", True, _check_tensorboard)
     yield from problems_of_check("train.output", run.train.output, lambda: check_output(run))
+
+
+def _data_problems(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of each source of training tokens; then, without any, of their mixture."""
+    found: list[Problem] = []
+    for key, directory in run.data.directories.items():
+        found += problems_of_check(key, directory, partial(open_data, run, directory))
+    if not found and run.data.sources is not None:
+        found += problems_of_check(
+            "data.sources", list(run.data.sources), lambda: check_mixture(run)
+        )
+    yield from found
 
 
 def problems_of_check(key: str, value: object, check: Callable[[], object]) -> Iterator[Problem]:

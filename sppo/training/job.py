@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,9 @@ from sppo.training.devices.device import Device
 from sppo.units import KIB
 from sppo.version import __version__
 
-_MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
-"""Configuration keys that may differ between ranks: paths of files of which each node may have a
-copy. :func:`input_facts` has their contents."""
+_MAY_DIFFER = frozenset({"data.eval_tokens", "model.from_hf"})
+"""Configuration keys that may differ between ranks, beside the sources of training tokens: paths of
+files of which each node may have a copy. :func:`input_facts` has their contents."""
 _BLOCK_BYTES = 4 * KIB
 _NUM_BLOCKS = 64
 _SHOWN_DIGITS = 16
@@ -154,11 +154,23 @@ def _connected(
 def _configuration(run: RunConfig) -> dict[str, str]:
     """Return the configuration keys, flattened, whose values must be the same on all ranks."""
     facts = flat_facts(run.model_dump(mode="json"))
-    return {name: value for name, value in facts.items() if name not in _MAY_DIFFER}
+    may_differ = _MAY_DIFFER | run.data.directories.keys()
+    return {name: value for name, value in facts.items() if name not in may_differ}
 
 
-def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
+def input_facts(run: RunConfig, sources: Sequence[TokenData]) -> dict[str, str]:
     """Return the facts about a rank's inputs that all ranks compare, by name."""
+    told: dict[str, str] = {}
+    for key, data in zip(run.data.directories, sources, strict=True):
+        told |= {f"{key}, {name}": fact for name, fact in _token_facts(data).items()}
+    if run.model.from_hf is not None:
+        for file in sorted(Path(run.model.from_hf).glob("*.safetensors")):
+            told[f"model.from_hf, sample of {file.name}"] = fingerprint(file)
+    return told
+
+
+def _token_facts(data: TokenData) -> dict[str, str]:
+    """Return the facts about token data that all ranks compare, by name."""
     meta = data.meta
     compared = ("dtype", "num_tokens", "tokens_sha256", "num_documents", "vocab_size")
     facts = {
@@ -170,11 +182,7 @@ def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
     }
     if data.loss_mask is not None:
         facts[f"sample of {LOSS_MASK_FILE}"] = fingerprint(data.directory / LOSS_MASK_FILE)
-    told = {f"data.tokens, {name}": str(fact)[:_SHOWN_DIGITS] for name, fact in facts.items()}
-    if run.model.from_hf is not None:
-        for file in sorted(Path(run.model.from_hf).glob("*.safetensors")):
-            told[f"model.from_hf, sample of {file.name}"] = fingerprint(file)
-    return told
+    return {name: str(fact)[:_SHOWN_DIGITS] for name, fact in facts.items()}
 
 
 def fingerprint(path: Path) -> str:

@@ -22,8 +22,8 @@ from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
 from sppo.cost.memory.state_memory import checkpoint_bytes
 from sppo.cost.parameters import num_parameters
+from sppo.data.run_tokens import open_sources
 from sppo.data.sample_rows import TrainingData
-from sppo.data.tokens import open_tokens
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape, check_streams
@@ -86,9 +86,9 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
     """
     run, peers, device = job.run, job.peers, job.device
     peers.decided_by_main(lambda: check_weights(run))
-    data = peers.done_by_all(lambda: TrainingData.of(run, open_tokens(Path(run.data.tokens))))
+    data = peers.done_by_all(lambda: TrainingData.of_sources(run, open_sources(run)))
     if job.mesh.is_distributed:
-        peers.check_same(input_facts(run, data.data))
+        peers.check_same(input_facts(run, data.sources))
     peers.decided_by_main(lambda: data.check_labels(steps=run.train.steps))
     if run.data.samples == "documents":
         run = run_of_longest_samples(run, longest=int(data.table.lengths.max()))

@@ -15,6 +15,7 @@ from sppo.config import RunConfig
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.cost.stage_cost import copy_bytes_per_s
+from sppo.data.mixture import Mixture, mixture_of
 from sppo.data.sample_rows import TrainingData
 from sppo.offload.copy_report import CopyReport
 from sppo.parallel.mesh_shape import MeshShape
@@ -66,13 +67,17 @@ def announce(checked: CheckedRun) -> None:
         f"{name}: {format_count(num_parameters(run.model))} parameters, {run.train.dtype} on "
         f"{checked.job.device.describe()}, torch {torch.__version__}",
     )
-    made_elsewhere = data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
+    with_ids = any(source.meta.tokenizer.name == "ids" for source in data.sources)
+    made_elsewhere = with_ids and run.model.from_hf is not None
+    documents = counted(sum(source.num_documents for source in data.sources), "document")
     say(
         "data",
-        f"{format_count(data.data.num_tokens)} tokens in "
-        f"{counted(data.data.num_documents, 'document')}: {_epoch(run, data)}"
+        f"{format_count(sum(source.num_tokens for source in data.sources))} tokens in "
+        f"{documents}: {_epoch(run, data)}"
         + (f"; ready-made ids, taken for those of {run.model.from_hf}" if made_elsewhere else ""),
     )
+    if run.data.sources is not None:
+        say("mixture", _mixture(mixture_of(run, data.sources)))
     if terms := run.train.beside_cross_entropy:
         say("loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone")
     if run.data.samples == "documents":
@@ -112,6 +117,15 @@ def _epoch(run: RunConfig, data: TrainingData) -> str:
         f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}"
         + (f" ({counted(left_out, 'document')} left out)" if left_out else "")
     )
+
+
+def _mixture(mixture: Mixture) -> str:
+    """Return what the run draws from each source as text."""
+    drawn = (
+        f"{source.name} {source.share:.1%} ({source.epochs:.2f} epochs)"
+        for source in mixture.sources
+    )
+    return f"{', '.join(drawn)} of the {mixture.weights}"
 
 
 def _cut(run: RunConfig, lengths: tuple[int, ...]) -> str:

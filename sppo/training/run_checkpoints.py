@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ _TIMEOUT_FACTOR = 10
 class RunCheckpoints:
     """Checkpoints of one run."""
 
-    def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
+    def __init__(
+        self, job: Job, state: TrainingState, *, output: Path, sources: Sequence[TokenData]
+    ) -> None:
         run = job.run
         self._run, self._peers, self._state = run, job.peers, state
-        self._output, self._tokens = output, tokens
+        self._output, self._sources = output, sources
         self._manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
@@ -55,16 +57,16 @@ class RunCheckpoints:
             ValueError: The token data is not what the run began with, or the state of a rank has
                 NaN or infinite values.
         """
-        state, tokens = self._state, self._tokens
+        state = self._state
         checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
         step, metadata = 0, {}
         if checkpoint is not None:
             step, metadata = checkpoint.step, checkpoint.metadata
-            if metadata.get("tokens_sha256") not in (None, tokens.meta.tokens_sha256):
+            if metadata.get("tokens_sha256") not in (None, self._tokens_sha256):
                 raise ValueError(
-                    f"{tokens.directory} holds other tokens than the run began with "
-                    f"({checkpoint.path}); prepare the old ones again, or choose another "
-                    "train.output"
+                    f"{', '.join(str(source.directory) for source in self._sources)}: other tokens "
+                    f"than the run began with ({checkpoint.path}); prepare the old ones again, or "
+                    "choose another train.output"
                 )
             self._manager.load_into(checkpoint, state.sharded.blocks(live))
             state.optimizer.load_state(live)
@@ -80,6 +82,11 @@ class RunCheckpoints:
         state.drop_pages()
         self._saved_step, self._saved_at = step, time.monotonic()
         return step, metadata
+
+    @property
+    def _tokens_sha256(self) -> str:
+        """Checksums of the token data of all sources, in their order."""
+        return " ".join(source.meta.tokens_sha256 for source in self._sources)
 
     def is_due_by_step(self, step: int) -> bool:
         """Return whether a checkpoint is due after a number of steps."""
@@ -122,7 +129,7 @@ class RunCheckpoints:
         metadata = run_metadata(
             self._run,
             sequences_consumed=sequences_consumed,
-            tokens_sha256=self._tokens.meta.tokens_sha256,
+            tokens_sha256=self._tokens_sha256,
             more=more,
         )
         self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)

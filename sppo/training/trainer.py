@@ -86,7 +86,7 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
     state = build_state(job, plan)
     # Failures are recorded first: closing the state may wait for a device that hangs.
     with closing(state), job.progress.failing():
-        checkpoints = RunCheckpoints(job, state, output=output, tokens=data.data)
+        checkpoints = RunCheckpoints(job, state, output=output, sources=data.sources)
         first_step, metadata = checkpoints.resume()
         peers.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:

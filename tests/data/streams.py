@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sppo.data.order import SequenceOrder
 from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.sample_table import sample_table, stream_table
 from sppo.data.tokens import TokenData, TokenizerDescription, TokenMeta
@@ -33,12 +34,17 @@ def stream_of(lengths, *, max_id=None, loss_mask=None):
 
 def sequences_of(data, length, **options):
     """Sequences of ``length`` tokens cut from the stream, one in a step unless told otherwise."""
-    options = {"samples_per_step": 1, "seed": 7, "shuffle": False, **options}
-    return TrainingData(stream_table(data.num_tokens, length=length), data, **options)
+    table = stream_table(data.num_tokens, length=length)
+    return _training(table, data, **{"samples_per_step": 1, "shuffle": False, **options})
 
 
 def documents_of(lengths, *, length=12, loss_mask=None, **options):
     """Documents of the given lengths as samples."""
     data = stream_of(lengths, loss_mask=loss_mask)
     table = sample_table(data.document_offsets, length=length, longer="cut")
-    return TrainingData(table, data, **{"seed": 7, "shuffle": True, **options})
+    return _training(table, data, **options)
+
+
+def _training(table, data, *, shuffle=True, **options):
+    order = SequenceOrder(table.num_samples, seed=7, shuffle=shuffle)
+    return TrainingData(table, order, (data,), **options)

@@ -32,7 +32,7 @@ def test_every_epoch_has_each_sample_once(lengths, samples_per_step, shuffle, in
     training = documents_of(lengths, samples_per_step=samples_per_step, shuffle=shuffle)
     if in_stream:
         training = sequences_of(
-            training.data, 1, samples_per_step=samples_per_step, shuffle=shuffle
+            training.sources[0], 1, samples_per_step=samples_per_step, shuffle=shuffle
         )
     count = training.num_samples
     taken, positions = walk(training, 3 * count // samples_per_step + 1)
@@ -143,7 +143,7 @@ def test_a_loss_mask_excludes_labels_and_nothing_else(lengths, kind, drawn):
     else:
         isolate = kind == "isolated"
         whole = sequences_of(stream_of(lengths), length, isolate_documents=isolate)
-    masked = replace(whole, data=stream_of(lengths, loss_mask=mask))
+    masked = replace(whole, sources=(stream_of(lengths, loss_mask=mask),))
     for position in range(whole.num_samples):
         step = whole.step_samples(position)
         a, b = whole.row(step), masked.row(step)
@@ -176,13 +176,13 @@ def test_why_no_label_counts():
         "excludes them, and with data.isolate_documents "
         "the first token of a document is nobody's label"
     )
-    ones = replace(isolated, data=stream_of([1] * 21))
+    ones = replace(isolated, sources=(stream_of([1] * 21),))
     assert "all documents there have one token, and with" in ones.why_no_labels(0)
 
 
 def test_a_damaged_id_is_reported_before_a_kernel_sees_it():
     training = documents_of([4, 8], samples_per_step=1)
-    damaged = replace(training, data=stream_of([4, 8], max_id=7))
+    damaged = replace(training, sources=(stream_of([4, 8], max_id=7),))
     damaged.row([0])
     with pytest.raises(ValueError, match=r"tokens.bin: id 11 at token 11, but the largest id .* 7"):
         damaged.row([0, 1])

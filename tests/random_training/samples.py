@@ -180,12 +180,11 @@ def _document_samples(case: Case) -> TrainingData:
     table: SampleTable = sample_table(
         np.array(_offsets(samples), dtype=np.int64), length=samples.longest, longer=samples.longer
     )
-    data: Any = None  # tokens come from the case
+    order = SequenceOrder(table.num_samples, seed=case.seed, shuffle=True)
     return TrainingData(
         table,
-        data,
-        seed=case.seed,
-        shuffle=True,
+        order,
+        (),  # tokens come from the case
         samples_per_step=samples.samples_per_step or None,
         tokens_per_step=samples.tokens_per_step or None,
     )

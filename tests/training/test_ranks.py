@@ -52,10 +52,10 @@ def test_ranks_may_read_equal_copies_in_different_places(ranks, copies):
 def test_tokens_that_no_longer_are_what_their_checksum_says(copies):
     """Each rank opens a file of the right size; nothing reads all of it before a run."""
     run = load_run(copies / "run.yaml")
-    before = input_facts(run, open_tokens("tokens"))
+    before = input_facts(run, [open_tokens("tokens")])
     file = copies / "tokens/tokens.bin"
     file.write_bytes(file.read_bytes()[::-1])
-    after = input_facts(run, open_tokens("tokens"))
+    after = input_facts(run, [open_tokens("tokens")])
     assert {key for key in before if before[key] != after[key]} == {
         "data.tokens, sample of tokens.bin"
     }

@@ -8,14 +8,16 @@ stream, or of one document, share a token, so that no label is lost.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sppo.config.base import MOST_SAMPLES
-from sppo.data.order import SequenceOrder
+from sppo.data.order import Order
 
 _SPARE = 8
 """One sample is looked at beyond those that a step is expected to have, for so many of them."""
@@ -33,11 +35,31 @@ class SampleTable:
     """Number of documents that give no sample: of one token, which has no label, or dropped."""
     noun: str = "sample"
     """Name of a sample in messages."""
+    firsts: tuple[int, ...] = (0,)
+    """Number of the first sample of each source; positions are those in its own stream."""
 
     @property
     def num_samples(self) -> int:
         """Number of samples in one epoch."""
         return len(self.starts)
+
+    def source_of(self, sample: int) -> int:
+        """Return the index of the source of a sample."""
+        return bisect_right(self.firsts, sample) - 1
+
+
+def joined_table(tables: Sequence[SampleTable]) -> SampleTable:
+    """Return the table of the samples of several sources, one source after another."""
+    if len(tables) == 1:
+        return tables[0]
+    counts = [table.num_samples for table in tables]
+    return SampleTable(
+        np.concatenate([np.asarray(table.starts, dtype=np.int64) for table in tables]),
+        np.concatenate([table.lengths for table in tables]),
+        sum(table.num_left_out for table in tables),
+        noun=tables[0].noun,
+        firsts=tuple(accumulate(counts[:-1], initial=0)),
+    )
 
 
 def stream_table(num_tokens: int, *, length: int) -> SampleTable:
@@ -121,9 +143,9 @@ class StepSamples:
     """
 
     table: SampleTable
+    order: Order
+    """Order of the samples over the positions of the run."""
     _: KW_ONLY
-    seed: int
-    shuffle: bool
     samples_per_step: int | None = None
     """Number of samples of a step; None if ``tokens_per_step`` limits a step."""
     tokens_per_step: int | None = None
@@ -136,13 +158,8 @@ class StepSamples:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in one epoch."""
+        """Number of samples of the data: of all sources, each once."""
         return self.table.num_samples
-
-    @property
-    def order(self) -> SequenceOrder:
-        """Order of the samples over the positions of the run."""
-        return SequenceOrder(self.num_samples, seed=self.seed, shuffle=self.shuffle)
 
     def step_samples(self, position: int) -> tuple[int, ...]:
         """Return the indices of the samples of the step that begins at ``position``, in order.
@@ -162,6 +179,38 @@ class StepSamples:
             samples = self.step_samples(position)
             yield samples
             position += len(samples)
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return the fewest steps that consume at least a number of samples."""
+        if self.samples_per_step is not None:
+            return -(-num_samples // self.samples_per_step)
+        ends = enumerate(self._step_ends(), start=1)
+        return next(steps for steps, end in ends if end >= num_samples)
+
+    def num_consumed(self, num_steps: int) -> int:
+        """Return the number of samples that a number of steps consumes."""
+        if self.samples_per_step is not None:
+            return num_steps * self.samples_per_step
+        return next(islice(self._step_ends(), num_steps - 1, None))
+
+    def _step_ends(self) -> Iterator[int]:
+        """Yield how many samples are consumed after each step of at most ``tokens_per_step``.
+
+        Steps are those of :meth:`step_samples`; many samples are looked at together.
+        """
+        limit = self.tokens_per_step
+        assert limit is not None, "asked for only with tokens_per_step"
+        position = 0
+        while True:
+            samples = self.order.sequence_indices(position, 4 * MOST_SAMPLES)
+            ends = np.cumsum(self.table.lengths[samples]).tolist()
+            begin, tokens = 0, 0
+            while begin + MOST_SAMPLES <= len(ends):
+                within = bisect_right(ends, tokens + limit, begin, begin + MOST_SAMPLES) - begin
+                begin += max(1, within)
+                tokens = ends[begin - 1]
+                yield position + begin
+            position += begin
 
     def _samples_within_limit(self, position: int) -> int:
         """Return the number of samples from ``position`` on within the limits of a step, or 1."""

@@ -26,6 +26,16 @@ VARIANTS = {
         "data": {"samples": "documents", "shuffle": True},
         "train": {"tokens_per_step": 2 * LENGTH},
     },
+    "mixture": {
+        "data": {
+            "tokens": None,
+            "sources": {
+                "a": {"tokens": "tokens", "weight": 2, "max_epochs": 9},
+                "b": {"tokens": "tokens", "weight": 1, "max_epochs": 9},
+            },
+        },
+        "train": {"sequences_per_step": 3},
+    },
     "all on a disk": {
         "model": {"num_layers": 3},
         "parallel": {"virtual_stages": 3},
