@@ -32,6 +32,7 @@ SHORTER = {
     "sppo eval run.yaml": f" {SHORT}",
     "sppo train short.yaml": " train.steps=2 train.sequences_per_step=1",
     "sppo train long.yaml": f" {STRETCHED} train.steps=2 train.sequences_per_step=1",
+    "sppo train stage2.yaml": f" {STRETCHED}",
     "sppo eval long.yaml": f" {STRETCHED} --sequences 1",
 }
 """Arguments appended to a command that takes minutes."""

@@ -211,7 +211,7 @@ class CheckpointManager:
         """Fill the tensors of ``state`` in place; other tensors of the checkpoint are not read.
 
         Args:
-            checkpoint: Checkpoint saved by any number of ranks.
+            checkpoint: Checkpoint saved by any number of ranks, of this run or of another.
             state: Blocks that this rank holds, of any layout; they need not cover whole tensors.
 
         Raises:
@@ -223,7 +223,8 @@ class CheckpointManager:
         blocks = as_blocks(state)
         self._ranks.done_by_all(lambda: self._check_loadable(checkpoint.path, blocks))
         self._ranks.done_by_all(lambda: load_tensors(checkpoint.path, into=blocks))
-        self._current_step = checkpoint.step
+        if checkpoint.path.parent == self.directory:
+            self._current_step = checkpoint.step
 
     def _check_loadable(self, path: Path, blocks: Blocks) -> None:
         absence = None if self._ranks.rank == 0 else find_absence(path)

@@ -22,6 +22,7 @@ from sppo.model.hf_extras import Extras, read_extras
 from sppo.model.hf_files import check_headers
 from sppo.output_file import check_unused_directory
 from sppo.units import counted, format_bytes, format_count, parse_size
+from sppo.version import __version__
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -120,7 +121,8 @@ def to_hf(
         extras, reason = chosen or _run_extras(fields.get("from_hf"))
         model = _model(fields, source=source)
         kind = trained_as if dtype is StoredType.KEEP else dtype.value
-        values = _write(destination, weights, model, kind, max_shard_bytes, extras)
+        readme = _provenance(metadata, source=source)
+        values = _write(destination, weights, model, kind, max_shard_bytes, extras, readme=readme)
     values |= {"source": str(source), "step": metadata.get("step")}
     values["missing"] = dict.fromkeys(extras.missing, reason)
     emit(lambda: values, lambda: _screen(values), as_json=json_output)
@@ -139,6 +141,8 @@ def _write(
     dtype: str,
     max_shard_bytes: int,
     extras: Extras,
+    *,
+    readme: str = "",
 ) -> dict[str, Any]:
     """Write weights as a Hugging Face directory; return what was written as JSON values."""
     from sppo.model.hf_writing import save_hf_weights
@@ -151,6 +155,7 @@ def _write(
         max_shard_bytes=max_shard_bytes,
         token_ids=extras.token_ids,
         extra_files=extras.files,
+        readme=readme,
     )
     return {
         "destination": str(destination),
@@ -190,6 +195,24 @@ def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any],
         return fields, str(config["train"]["dtype"])
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{source} does not say which run wrote it; is it a checkpoint?") from None
+
+
+def _provenance(metadata: dict[str, Any], *, source: Path) -> str:
+    """Return a README on the runs that a run started from, one after another; "" if from none."""
+    start = metadata.get("start")
+    if not isinstance(start, dict):
+        return ""
+    lines = [
+        f"# {source.name}",
+        f"Trained by SPPO {__version__}: step {metadata['step']} of {source}.",
+    ]
+    while isinstance(start, dict):
+        lines.append(
+            f"Started from step {start['step']} of another run: {start['path']} (SHA-256 of its "
+            f"manifest: {start['digest']})."
+        )
+        start = start.get("start")
+    return "\n\n".join(lines) + "\n"
 
 
 def _chosen_extras(directory: Path) -> tuple[Extras, str]:

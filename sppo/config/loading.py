@@ -17,6 +17,7 @@ from sppo.config.presets import PRESETS
 from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of
 from sppo.config.rules import broken_rules
 from sppo.config.run import RunConfig
+from sppo.config.start_model import changed_shape, model_of_start
 from sppo.config.yaml_file import parse_yaml, read_yaml
 from sppo.quoting import quoted
 
@@ -166,8 +167,10 @@ def check_run(
     sections: dict[str, Any] = {name: {} for name in _REQUIRED}
     left_out = {name for name in RunConfig.model_fields if raw.get(name) is None}
     sections |= {name: value for name, value in raw.items() if name not in left_out}
+    base = _model_of_start(sections, found)
     if isinstance(sections["model"], dict):
-        expanded = expand_model(sections["model"], found)
+        section = sections["model"]
+        expanded = expand_model(section, found) if base is None else _overlay(base, section)
         # An unknown model is replaced by any other, so that the other sections are checked.
         sections["model"] = PRESETS["tiny"] if expanded is None else expanded
     data = sections["data"]
@@ -178,11 +181,31 @@ def check_run(
         run = RunConfig.model_validate(sections)
     except ValidationError as error:
         found += problems_of(error)
+    if not found and run.start is not None and base is not None:
+        found += changed_shape(run.model, base, run=run.start.from_run)
     if not found:
         found += broken_rules(run)
     if found:
         raise ConfigError(source, found)
     return run
+
+
+def _model_of_start(sections: Mapping[str, Any], found: list[Problem]) -> dict[str, Any] | None:
+    """Return the model of the run that `sections` start from; None if they start from none.
+
+    If it cannot be read, the reason is added to `found`, and another model is returned, so that the
+    other sections are checked.
+    """
+    start, train = sections.get("start"), sections.get("train")
+    if not isinstance(start, dict):
+        return None
+    if isinstance(start.get("from_run"), str):
+        try:
+            output = train.get("output") if isinstance(train, dict) else None
+            return model_of_start(start["from_run"], output=output)
+        except ValueError as error:
+            found.append(Problem("start.from_run", quoted(start["from_run"]), str(error)))
+    return PRESETS["tiny"]
 
 
 def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:

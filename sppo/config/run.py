@@ -26,6 +26,7 @@ from sppo.config.base import (
 from sppo.config.mixture import Sources
 from sppo.config.model import ModelConfig
 from sppo.config.optimizer import OptimizerConfig
+from sppo.config.start import StartConfig
 from sppo.config.validation import HELD_OUT, ValidationConfig, ValidationSet
 
 Cuts = Annotated[
@@ -333,6 +334,9 @@ class RunConfig(Section):
     """Token data to train on."""
     sequence: SequenceConfig
     """Length of sequences, and their partition into subsequences."""
+    start: StartConfig | None = None
+    """Checkpoint of another run to start from; null starts from random weights or
+    ``model.from_hf``."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of ranks, and the distribution of work among them."""
     activations: ActivationsConfig = ActivationsConfig()
@@ -373,4 +377,11 @@ class RunConfig(Section):
     @property
     def initial_weights(self) -> str:
         """Name of the weights that the run starts from, for messages."""
+        if self.start is not None:
+            return self.start.from_run
         return self.model.from_hf or f"random weights of seed {self.train.seed}"
+
+    @property
+    def hf_weights(self) -> str | None:
+        """Directory of the Hugging Face weights that the run starts from; None if of others."""
+        return None if self.start is not None else self.model.from_hf

@@ -34,6 +34,7 @@ from sppo.output_file import (
 from sppo.units import GIB, MIB, format_bytes
 
 MAX_SHARD_BYTES = 5 * GIB
+README_FILE = "README.md"
 DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -63,6 +64,7 @@ def save_hf_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     token_ids: Mapping[str, Any] | None = None,
     extra_files: Sequence[Path] = (),
+    readme: str = "",
 ) -> SavedWeights:
     """Write config.json and the weights, in one file or in shards with an index.
 
@@ -77,6 +79,7 @@ def save_hf_weights(
         max_shard_bytes: Upper bound of a weight file's tensors, unless one tensor alone exceeds it.
         token_ids: Keys of config.json that name special tokens, e.g. ``eos_token_id``.
         extra_files: Files to copy into the directory, e.g. the tokenizer's.
+        readme: Text of README.md; "" writes none.
 
     Raises:
         ValueError: Weights of another model, a model that no family describes, or a directory that
@@ -102,6 +105,8 @@ def save_hf_weights(
             weight_map = {key: name for name, shard in shards.items() for key in shard}
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(partial / INDEX_FILE, index)
+        if readme:
+            write_text(partial / README_FILE, readme)
         for path in extra_files:
             shutil.copyfile(path, partial / path.name)
     num_parameters = sum(prod(tensor.shape) for tensor in tensors)

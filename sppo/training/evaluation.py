@@ -29,6 +29,7 @@ from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.training.devices.device import Device
 from sppo.training.job import Job
+from sppo.training.starting_checkpoint import starting_checkpoint
 from sppo.training.starting_weights import check_weights, starting_weights
 from sppo.training.state import DTYPES
 from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
@@ -147,7 +148,8 @@ def _weights(
     dtype = DTYPES[run.train.dtype]
     if source is None:
         check_weights(run)
-        weights = {name: w.to(device, dtype) for name, w in starting_weights(run)}
+        initial = starting_weights(run, start=starting_checkpoint(run))
+        weights = {name: w.to(device, dtype) for name, w in initial}
         return weights, run.initial_weights, 0
     found, weights = read_weights(source)  # the newest checkpoint at this moment
     _check_model(run, found.metadata, found.path)

@@ -22,6 +22,7 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, degree_problems
 from sppo.quoting import quoted
 from sppo.training.run_directory import check_output
+from sppo.training.starting_checkpoint import check_start
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory of a test plan, so that it can fail only for reasons other than memory."""
@@ -43,7 +44,7 @@ def check_inputs(run: RunConfig) -> None:
 def input_problems(run: RunConfig) -> Iterator[Problem]:
     """Yield the problems of each input that the run names."""
     yield from _degree_problems(run)
-    data, hardware, disk, weights = run.data, run.hardware, run.activations.disk, run.model.from_hf
+    data, hardware, disk, weights = run.data, run.hardware, run.activations.disk, run.hf_weights
     machine = hardware if hardware == "auto" else hardware.file or hardware.preset
     yield from problems_of_check("hardware", machine, lambda: hardware_for(hardware))
     yield from _data_problems(run)
@@ -56,6 +57,8 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
         yield from problems_of_check(
             "model.from_hf", weights, lambda: check_headers(files, run.model)
         )
+    if run.start is not None:
+        yield from problems_of_check("start", run.start.from_run, lambda: check_start(run))
     if disk is not None:
         yield from problems_of_check("activations.disk", disk, lambda: usable_directory(Path(disk)))
     if run.train.tensorboard:
@@ -115,7 +118,7 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
 
         activations = run.activations.policy
         problems = [
-            *problems_of_check("model.from_hf", run.model.from_hf, lambda: check_weights(run)),
+            *problems_of_check("model.from_hf", run.hf_weights, lambda: check_weights(run)),
             *problems_of_check("activations", activations, lambda: _check_plan(run)),
         ]
     lines = ("; ".join(map(str.strip, problem.rule.splitlines())) for problem in problems)
@@ -165,8 +168,9 @@ def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) 
             "initial and checkpoint)"
         )
     if initial:
-        if run.model.from_hf is not None:
-            check_headers(Path(run.model.from_hf), run.model)
+        if run.hf_weights is not None:
+            check_headers(Path(run.hf_weights), run.model)
+        check_start(run)
     elif checkpoint is not None:
         check_any(checkpoint)
     else:

@@ -163,8 +163,8 @@ def input_facts(run: RunConfig, sources: Sequence[TokenData]) -> dict[str, str]:
     told: dict[str, str] = {}
     for key, data in zip(run.data.directories, sources, strict=True):
         told |= {f"{key}, {name}": fact for name, fact in _token_facts(data).items()}
-    if run.model.from_hf is not None:
-        for file in sorted(Path(run.model.from_hf).glob("*.safetensors")):
+    if run.hf_weights is not None:
+        for file in sorted(Path(run.hf_weights).glob("*.safetensors")):
             told[f"model.from_hf, sample of {file.name}"] = fingerprint(file)
     return told
 

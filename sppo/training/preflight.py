@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.checkpoint.newest import Checkpoint
 from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import ACCUMULATION_BYTES
@@ -38,6 +39,7 @@ from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.job import Job, input_facts, mesh_shape
+from sppo.training.starting_checkpoint import check_seen, has_started, starting_checkpoint
 from sppo.training.starting_weights import check_weights
 from sppo.training.state import may_offload
 from sppo.units import format_bytes
@@ -53,6 +55,8 @@ class CheckedRun:
     """Plan of every step; in a run of samples, of a step of the longest samples."""
     attention: AttentionSummary
     """Attention back ends of the plan and of this machine."""
+    start: Checkpoint | None = None
+    """Checkpoint of another run that the run starts from; None if it has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,9 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
     """
     run, peers, device = job.run, job.peers, job.device
     peers.decided_by_main(lambda: check_weights(run))
+    start = peers.decided_by_main(lambda: _start(run))
+    if start is not None:
+        peers.done_by_all(lambda: check_seen(start))
     data = peers.done_by_all(lambda: TrainingData.of_sources(run, open_sources(run)))
     if job.mesh.is_distributed:
         peers.check_same(input_facts(run, data.sources))
@@ -109,7 +116,12 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
     attention = peers.done_by_all(lambda: check_attention(run, plan, device))
     peers.done_by_all(lambda: check_room(run, plan, free))
     peers.decided_by_main(lambda: check_first_checkpoint(run))
-    return CheckedRun(job, data, plan, attention)
+    return CheckedRun(job, data, plan, attention, start)
+
+
+def _start(run: RunConfig) -> Checkpoint | None:
+    """Return the verified checkpoint of another run that a run starts from, if it starts."""
+    return None if has_started(run) else starting_checkpoint(run)
 
 
 # The plan

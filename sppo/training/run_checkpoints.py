@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from torch import Tensor
+
+from sppo.checkpoint.checkpoint import MODEL_PREFIX, CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.checkpoint.newest import Checkpoint
 from sppo.data.tokens import TokenData
 from sppo.training.job import Job
 from sppo.training.run_directory import require_output
+from sppo.training.starting_checkpoint import provenance
 from sppo.training.state import TrainingState
 from sppo.training.step import first_of, nonfinite_names
 
@@ -46,12 +50,18 @@ class RunCheckpoints:
         )
         self._saved_step, self._saved_at, self._saving_s = 0, time.monotonic(), 0.0
         """Steps of the newest checkpoint, the time of its save, and how long saving took."""
+        self._start: Mapping[str, Any] | None = None
+        """Provenance of the checkpoint of another run that this run started from."""
 
-    def resume(self) -> tuple[int, Mapping[str, Any]]:
-        """Load the newest valid checkpoint into the state.
+    def resume(self, *, start: Checkpoint | None = None) -> tuple[int, Mapping[str, Any]]:
+        """Load the newest valid checkpoint into the state, or else what the run starts from.
+
+        Args:
+            start: Checkpoint of another run, whose weights the state has already.
 
         Returns:
-            Number of steps done, and the metadata of the checkpoint; (0, {}) if there is none.
+            Number of steps done, and the metadata of the checkpoint; 0, and of metadata only the
+            position in the data, if there is none.
 
         Raises:
             ValueError: The token data is not what the run began with, or the state of a rank has
@@ -60,21 +70,19 @@ class RunCheckpoints:
         state = self._state
         checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
         step, metadata = 0, {}
-        if checkpoint is not None:
+        if checkpoint is None and start is not None:
+            metadata = self._begin_from(start, live)
+        elif checkpoint is not None:
             step, metadata = checkpoint.step, checkpoint.metadata
-            if metadata.get("tokens_sha256") not in (None, self._tokens_sha256):
-                raise ValueError(
-                    f"{', '.join(str(source.directory) for source in self._sources)}: other tokens "
-                    f"than the run began with ({checkpoint.path}); prepare the old ones again, or "
-                    "choose another train.output"
-                )
+            self._start = metadata.get("start")
+            self._check_tokens(checkpoint)
             self._manager.load_into(checkpoint, state.sharded.blocks(live))
             state.optimizer.load_state(live)
             state.sharded.gather(state.weights)
             if step < self._run.train.steps:
                 _log.info("going on after step %d from %s", step, checkpoint.path)
         if bad := next(filter(None, self._peers.all_gather(nonfinite_names(live))), None):
-            where = self._run.model.from_hf or self._run.train.output
+            where = self._run.hf_weights or self._run.train.output
             raise ValueError(
                 f"{where}: not finite: {first_of(bad)}; training would keep it, and no checkpoint "
                 "with NaN or infinity is saved: repair the weights"
@@ -82,6 +90,39 @@ class RunCheckpoints:
         state.drop_pages()
         self._saved_step, self._saved_at = step, time.monotonic()
         return step, metadata
+
+    def _begin_from(self, start: Checkpoint, live: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Load the optimizer's state of another run's checkpoint, if the run takes it along.
+
+        Args:
+            start: Checkpoint of the other run.
+            live: State of this rank's optimizer, filled in place.
+
+        Returns:
+            Metadata of the checkpoint that the run takes along: its position in the data, or {}.
+        """
+        taken = self._run.start
+        assert taken is not None, "the run names the other run"
+        self._start = self._peers.decided_by_main(lambda: provenance(start))
+        also = " with its optimizer" * taken.optimizer + " at its position in the data" * taken.data
+        _log.info("starting from %s%s", start.path, also)
+        if taken.optimizer:
+            moments = {k: t for k, t in live.items() if not k.startswith(MODEL_PREFIX)}
+            self._manager.load_into(start, self._state.sharded.blocks(moments))
+            self._state.optimizer.load_state(live)
+        if not taken.data:
+            return {}
+        self._check_tokens(start)
+        return {"sequences_consumed": start.metadata["sequences_consumed"]}
+
+    def _check_tokens(self, checkpoint: Checkpoint) -> None:
+        """Raise ValueError unless a checkpoint's position is one in the data of this run."""
+        if checkpoint.metadata.get("tokens_sha256") not in (None, self._tokens_sha256):
+            raise ValueError(
+                f"{', '.join(str(source.directory) for source in self._sources)}: other tokens "
+                f"than those that {checkpoint.path} was trained on; prepare these again, or begin "
+                "with another train.output, without start.data"
+            )
 
     @property
     def _tokens_sha256(self) -> str:
@@ -130,7 +171,7 @@ class RunCheckpoints:
             self._run,
             sequences_consumed=sequences_consumed,
             tokens_sha256=self._tokens_sha256,
-            more=more,
+            more={**more, **({} if self._start is None else {"start": self._start})},
         )
         self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
         self._state.drop_pages()

@@ -16,11 +16,11 @@ from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.config.base import Section
 from sppo.config.json_file import JsonError, read_json
+from sppo.config.start_model import CONFIG_FILE
 from sppo.output_file import PARTIAL, write_json
 from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE
 
-CONFIG_FILE = "run.json"
 PLAN_FILE = "plan.json"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PLOT = "loss.png"

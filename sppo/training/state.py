@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sppo.checkpoint.newest import Checkpoint
 from sppo.config import RunConfig
 from sppo.cost.memory.state_memory import DISK_UPDATE_ELEMENTS
 from sppo.cost.parameters import Shape
@@ -153,10 +154,15 @@ class TrainingState:
         return weights, gradients, tensor_bytes(others)
 
 
-def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
+def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = None) -> TrainingState:
     """Build the state of a rank at step 0: initial weights, zero gradients, zero moments.
 
     The groups of the mesh are connected here.
+
+    Args:
+        job: Job that trains the run.
+        plan: Plan of its steps.
+        start: Checkpoint of another run whose weights are the initial weights, if it is one.
 
     Raises:
         MemoryError: Device or host memory does not suffice, or may not be page-locked.
@@ -173,7 +179,8 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
             on_failure.enter_context(closing(lane))
         rows = partial(_zero_rows, memory=memory, place=place)
         weights = rows(sharded.weight_shapes, DTYPES[run.train.dtype], tiers.streams_weights)
-        optimizer = _optimizer(job, tiers, sharded, weights, memory=memory, lane=lane)
+        initial = starting_weights(run, sharded.shapes, start=start)
+        optimizer = _optimizer(job, tiers, sharded, weights, initial, memory=memory, lane=lane)
         gradients = rows(sharded.gradient_shapes, torch.float32, tiers.streams_gradients)
         streamed = {"stages": sharded.keys_of_stages, "device": place, "lane": lane}
         used = StreamedWeights(weights, **streamed) if tiers.streams_weights else weights
@@ -263,6 +270,7 @@ def _optimizer(
     tiers: StateTiers,
     sharded: ShardedState,
     weights: Mapping[str, Tensor],
+    initial: Iterable[tuple[str, Tensor]],
     *,
     memory: StateMemory | None,
     lane: Lane | None,
@@ -277,7 +285,7 @@ def _optimizer(
     if tiers.offloads_optimizer:
         rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
     masters: dict[str, Tensor] = {}
-    for name, whole in starting_weights(run, sharded.shapes):
+    for name, whole in initial:
         weight = sharded.sharding.cut(name, whole)
         sharded.fill(weights, name, weight)
         if rows is not None:

@@ -83,11 +83,11 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
     """Build the state, load the newest checkpoint if there is one, and run the steps left."""
     job, plan, data = checked.job, checked.plan, checked.data
     run, peers = job.run, job.peers
-    state = build_state(job, plan)
+    state = build_state(job, plan, start=checked.start)
     # Failures are recorded first: closing the state may wait for a device that hangs.
     with closing(state), job.progress.failing():
         checkpoints = RunCheckpoints(job, state, output=output, sources=data.sources)
-        first_step, metadata = checkpoints.resume()
+        first_step, metadata = checkpoints.resume(start=checked.start)
         peers.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:
             peers.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))

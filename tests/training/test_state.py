@@ -21,9 +21,9 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     """Masters are written where they stay: together they would be a third of the rows again."""
     left = []
 
-    def watched(run, names):
+    def watched(run, names, **more):
         made = []
-        for name, weight in starting_weights(run, names):
+        for name, weight in starting_weights(run, names, **more):
             left.append(sum(other() is not None for other in made))
             made.append(weakref.ref(weight))
             yield name, weight

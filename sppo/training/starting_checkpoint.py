@@ -1,0 +1,125 @@
+"""Checkpoint of another run from which a run starts (section ``start`` of the run file)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints, step_name
+from sppo.checkpoint.manifest import MANIFEST_FILE, find_absence
+from sppo.checkpoint.newest import Checkpoint, InvalidCheckpointError, find_checkpoint
+from sppo.config import RunConfig
+from sppo.quoting import quoted
+
+_ONLY_PLACES = ("tokens", "eval_tokens")
+"""Keys of the section ``data`` that do not say in which order it is read."""
+
+
+def check_start(run: RunConfig) -> None:
+    """Raise ValueError if the checkpoint that `run` starts from is not there or does not suit it.
+
+    Verifies no file of it. A run that has checkpoints of its own goes on from these: nothing is
+    checked.
+
+    Raises:
+        ValueError: There is no such checkpoint, or its position belongs to other data.
+    """
+    if run.start is not None and not has_started(run):
+        _path(run)
+
+
+def has_started(run: RunConfig) -> bool:
+    """Return whether `run` has checkpoints of its own, from which it goes on."""
+    return bool(list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY))
+
+
+def starting_checkpoint(run: RunConfig) -> Checkpoint | None:
+    """Find and verify the checkpoint that `run` starts from; None if it names no other run.
+
+    Raises:
+        ValueError: There is no such checkpoint, it is damaged, or its position belongs to other
+            data.
+    """
+    if run.start is None:
+        return None
+    checkpoint = find_checkpoint(_path(run))
+    if run.start.data:
+        _check_same_data(run, checkpoint)
+    return checkpoint
+
+
+def check_seen(checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless this machine has the files of a checkpoint that rank 0 verified."""
+    absence = find_absence(checkpoint.path)
+    if absence is not None:
+        raise InvalidCheckpointError(
+            f"start.from_run: {checkpoint.path} is not here as rank 0 sees it: {absence}; it must "
+            "be in a directory that all ranks share"
+        )
+
+
+def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a run keeps of the checkpoint it started from, and of that one's own start.
+
+    The digest is the SHA-256 of the manifest, which has the checksums of all other files.
+    """
+    manifest = (checkpoint.path / MANIFEST_FILE).read_bytes()
+    return {
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
+        "digest": hashlib.sha256(manifest).hexdigest(),
+        "start": checkpoint.metadata.get("start"),
+    }
+
+
+def _path(run: RunConfig) -> Path:
+    """Return the path of the checkpoint, or of the run whose newest it is."""
+    start = run.start
+    assert start is not None, "the run starts from another"
+    directory = Path(start.from_run)
+    found = list_checkpoints(directory / CHECKPOINTS_DIRECTORY)
+    steps = sorted(step for step, _ in found)
+    if not found:
+        raise ValueError(
+            f"start.from_run={start.from_run} holds no checkpoint in {CHECKPOINTS_DIRECTORY}/: "
+            "train that run first, or give the output directory of another"
+        )
+    if start.step is None:
+        return directory
+    if start.step not in steps:
+        raise ValueError(
+            f"start.step={start.step}: {start.from_run} holds checkpoints of the steps "
+            f"{', '.join(map(str, steps))}; name one of them, or leave it out for the newest"
+        )
+    return directory / CHECKPOINTS_DIRECTORY / step_name(start.step)
+
+
+def _check_same_data(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless `run` reads its data in the order of the checkpoint's run.
+
+    The tokens themselves are compared when the state is loaded.
+    """
+    ours = _order(run.model_dump(mode="json"))
+    theirs = _order(checkpoint.metadata["config"])
+    differ = [
+        f"{key} is {quoted(theirs.get(key))} there, {quoted(value)} here"
+        for key, value in ours.items()
+        if value != theirs.get(key)
+    ]
+    if differ:
+        raise ValueError(
+            f"start.data=true goes on where {checkpoint.path} stopped in its data, and the order "
+            f"is another: {'; '.join(differ)}. Write start.data=false to begin anew"
+        )
+
+
+def _order(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a configuration that say which data a step reads, with their values."""
+    data = {key: value for key, value in config["data"].items() if key not in _ONLY_PLACES}
+    return {
+        **{f"data.{key}": value for key, value in data.items()},
+        **{f"sequence.{key}": config["sequence"].get(key) for key in ("length", "longer")},
+        "train.seed": config["train"]["seed"],
+    }
