@@ -108,6 +108,12 @@ class _Rendering:
         if self.steps < 0:
             raise RenderingError(f"it takes more than {MOST_STEPS:,} steps; does it ever end?")
 
+    def check_product(self, *values: Any) -> None:
+        """Refuse texts of which each character of one may become another one as a whole."""
+        sizes = sorted(len(one) for one in values if isinstance(one, str | list | tuple | range))
+        if len(sizes) > 1 and sizes[-1] * sizes[-2] > 4 * _LEAST_ROOM + 4 * self.room:
+            raise RenderingError("it makes values far larger than its messages")
+
     def made(self, value: Any) -> Any:
         """Count the characters or items of a value, and return it."""
         if isinstance(value, str | list | tuple):
@@ -224,6 +230,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         _check_arguments(*args, *kwargs.values())
         state = _current.get()
         state.step()
+        state.check_product(getattr(function, "__self__", None), *args)
         return state.made(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -249,7 +256,9 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(*args, *kwargs.values())
-        return _current.get().made(function(*args, **kwargs))
+        state = _current.get()
+        state.check_product(*args)
+        return state.made(function(*args, **kwargs))
 
     return counted
 

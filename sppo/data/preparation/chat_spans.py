@@ -45,6 +45,8 @@ class Template:
     """Texts that the template looks for in messages."""
     special_tokens: re.Pattern[str]
     """Pattern that finds the special tokens of the tokenizer."""
+    answer_stop: str | None
+    """The special token that ends an answer; None if unknown."""
 
 
 def assistant_spans(
@@ -228,19 +230,9 @@ class _Spans:
             outline = self._outline(self.messages[: number + 1])
             tail = outline.text[outline.anchors[-1].end if outline.anchors else 0 :]
             tokens = self.template.special_tokens.findall(tail)
-            answer = self._answer_stop()
+            answer = self.template.answer_stop
             self._call_stops[kind] = answer if answer in tokens else (tokens or [None])[-1]
         return self._call_stops[kind]
-
-    def _answer_stop(self) -> str | None:
-        """Return the token that stops an answer at the end of a conversation, if there is one."""
-        messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-        try:
-            outline = self._outline(messages)
-        except ValueError:
-            return None
-        found = self.template.special_tokens.search(outline.text, outline.anchors[-1].end)
-        return None if found is None else found[0]
 
 
 def _rewritten(number: int) -> SpanError:

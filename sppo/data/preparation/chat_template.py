@@ -83,7 +83,7 @@ class ChatTemplate:
         settings = _settings(folder / "tokenizer_config.json")
         text, name = _find(folder, settings, option)
         _check_syntax(text, name)
-        made = cls(
+        return cls(
             text=text,
             name=name,
             special_tokens=_special_tokens(folder, settings),
@@ -94,9 +94,6 @@ class ChatTemplate:
             ),
             today=_day(date),
         )
-        if made.method == "marked":
-            made._check_marks()
-        return made
 
     @property
     def sha256(self) -> str:
@@ -150,6 +147,7 @@ class ChatTemplate:
                     " follows, so the completion cannot be located; use --train-on assistant"
                 )
             return MarkedText(text, ((len(prompt), len(text)),) if len(text) > len(prompt) else ())
+        stop = self._stop
         if self.method == "marked":
             return MarkedText(text, self._chosen(marks, chat, wanted, source))
         from sppo.data.preparation.chat_rendering import looks_for
@@ -160,6 +158,7 @@ class ChatTemplate:
             )[0],
             looks_for(self.text),
             self._special_tokens,
+            stop,
         )
         messages = template_messages(chat.messages)
         try:
@@ -198,21 +197,39 @@ class ChatTemplate:
         longest_first = sorted(special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def _check_marks(self) -> None:
-        """Refuse marks that leave out the token that ends a message of the assistant."""
+    @cached_property
+    def _stop(self) -> str | None:
+        """The special token that ends an answer; None if the template wants other messages.
+
+        Raises:
+            ValueError: No special token does, or it stands outside of the marks of the template.
+        """
         messages = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "sppo"})
         chat = Chat(messages, None, {}, None, (True, True))
         try:
             text, marks = self._render(chat, messages, "")
-        except ValueError:  # the template wants other messages
-            return
-        stop = self._special_tokens.search(text, text.rfind("sppo"))
-        if stop and not any(start <= stop.start() and stop.end() <= end for start, end in marks):
-            raise ValueError(
-                f"{one_line(self.name)}: {stop[0]} ends the messages of the assistant, and stands"
-                " outside of the template's {% generation %} marks, so the model would not learn to"
-                " stop; move it inside"
+        except ValueError:
+            return None
+        end = text.rfind("sppo") + len("sppo")
+        stop = self._special_tokens.search(text, end)
+        if stop is None:
+            written = text[end:].strip()
+            problem = (
+                f"{quoted(written) if written else 'nothing'} ends the messages of the assistant,"
+                " which is no special token of the tokenizer"
             )
+            fix = "give a --chat-template that ends them with one, such as eos_token"
+        elif marks and not any(a <= stop.start() and stop.end() <= b for a, b in marks):
+            problem = (
+                f"{stop[0]} ends the messages of the assistant, and stands outside of the"
+                " template's {% generation %} marks"
+            )
+            fix = "move it inside"
+        else:
+            return stop[0]
+        raise ValueError(
+            f"{one_line(self.name)}: {problem}, so the model would not learn to stop; {fix}"
+        )
 
     def _prompt(self, chat: Chat, source: str) -> str:
         """Return the text of the prompt, up to where the completion begins."""
