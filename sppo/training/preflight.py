@@ -39,7 +39,12 @@ from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.job import Job, input_facts, mesh_shape
-from sppo.training.starting_checkpoint import check_seen, has_started, starting_checkpoint
+from sppo.training.starting_checkpoint import (
+    check_same_order,
+    check_seen,
+    has_started,
+    starting_checkpoint,
+)
 from sppo.training.starting_weights import check_weights
 from sppo.training.state import may_offload
 from sppo.units import format_bytes
@@ -120,8 +125,11 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
 
 
 def _start(run: RunConfig) -> Checkpoint | None:
-    """Return the verified checkpoint of another run that a run starts from, if it starts."""
-    return None if has_started(run) else starting_checkpoint(run)
+    """Return the verified checkpoint of another run that a run starts from, if it starts now."""
+    start = None if has_started(run) else starting_checkpoint(run)
+    if start is not None:
+        check_same_order(run, start)
+    return start
 
 
 # The plan

@@ -18,13 +18,9 @@ _ONLY_PLACES = ("tokens", "eval_tokens")
 
 
 def check_start(run: RunConfig) -> None:
-    """Raise ValueError if the checkpoint that `run` starts from is not there or does not suit it.
+    """Raise ValueError if the checkpoint that `run` starts from is not there; verifies no file.
 
-    Verifies no file of it. A run that has checkpoints of its own goes on from these: nothing is
-    checked.
-
-    Raises:
-        ValueError: There is no such checkpoint, or its position belongs to other data.
+    A run that has checkpoints of its own goes on from these: nothing is checked.
     """
     if run.start is not None and not has_started(run):
         _path(run)
@@ -39,15 +35,9 @@ def starting_checkpoint(run: RunConfig) -> Checkpoint | None:
     """Find and verify the checkpoint that `run` starts from; None if it names no other run.
 
     Raises:
-        ValueError: There is no such checkpoint, it is damaged, or its position belongs to other
-            data.
+        ValueError: There is no such checkpoint, or it is damaged.
     """
-    if run.start is None:
-        return None
-    checkpoint = find_checkpoint(_path(run))
-    if run.start.data:
-        _check_same_data(run, checkpoint)
-    return checkpoint
+    return None if run.start is None else find_checkpoint(_path(run))
 
 
 def check_seen(checkpoint: Checkpoint) -> None:
@@ -96,11 +86,13 @@ def _path(run: RunConfig) -> Path:
     return directory / CHECKPOINTS_DIRECTORY / step_name(start.step)
 
 
-def _check_same_data(run: RunConfig, checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless `run` reads its data in the order of the checkpoint's run.
+def check_same_order(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if `run` takes the position in the data along, and reads another order.
 
     The tokens themselves are compared when the state is loaded.
     """
+    if run.start is None or not run.start.data:
+        return
     ours = _order(run.model_dump(mode="json"))
     theirs = _order(checkpoint.metadata["config"])
     differ = [
