@@ -64,14 +64,18 @@ def run_file_page() -> str:
 
 
 def _inner_sections(section: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield path and definition of each section within a section; NAME is what the user names."""
+    """Yield path and definition of each section within a section.
+
+    NAME in a path is what the user names, and N the number of one of a list.
+    """
     for key, entry in properties.items():
         for choice in entry.get("anyOf", [entry]):
             named = [
                 choice.get("additionalProperties"),
                 *choice.get("patternProperties", {}).values(),
             ]
-            found = {f"{section}.{key}": [choice], f"{section}.{key}.NAME": named}
+            path = f"{section}.{key}"
+            found = {path: [choice], f"{path}.NAME": named, f"{path}.N": [choice.get("items")]}
             for path, inner in found.items():
                 for own in inner:
                     if isinstance(own, dict) and "$ref" in own:

@@ -16,6 +16,7 @@ from torch import Tensor
 from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
 from sppo.config.optimizer import OptimizerConfig
+from sppo.cost.parameter_groups import UpdateRule
 from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import token_losses
 from sppo.kernels.elementwise import Activation
@@ -130,7 +131,8 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     parameters = [row.clone() for row in operands.take(*shape, dtype=torch.float32)]
     gradients, *moments = ([torch.zeros_like(row) for row in parameters] for _ in range(3))
     config = OptimizerConfig()
-    update = FusedAdamW(parameters, moments, config=config, weight_decay=config.weight_decay)
+    rule = UpdateRule(1.0, config.weight_decay)
+    update = FusedAdamW(parameters, moments, config=config, rule=rule)
     named = {str(index): gradient for index, gradient in enumerate(gradients)}
     factor = torch.full((), 0.5, device=operands.device)  # a GPU skips scaling by one
 

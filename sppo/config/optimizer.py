@@ -55,6 +55,24 @@ def steps_of(value: int | str, *, of: int) -> int:
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: Annotated[str, Field(min_length=1)]
+    """Glob of names such as ``embed.weight``, ``layers.0.q.weight``, ``layers.0.mlp_norm.weight``,
+    ``final_norm.weight`` and ``head.weight``; ``*`` matches dots, too. A glob that matches none is
+    an error."""
+    lr: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?x$")] = "1x"
+    """Multiple of the learning rate of the schedule: 16x, or 0.1x."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay; null leaves it as it is without the group."""
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor of the learning rate of the schedule."""
+        return float(self.lr.removesuffix("x"))
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -69,6 +87,9 @@ class OptimizerConfig(Section):
     """Number added to the square root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Weight decay of matrices and embeddings; biases and norms have none."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with a learning rate or a weight decay of their own, such as ``[{match: "embed.*",
+    lr: 0.1x}]``. The first group whose glob matches a name counts."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

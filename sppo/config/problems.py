@@ -20,7 +20,7 @@ from sppo.units import counted
 MISSING = "(missing)"
 """Text shown as the value of a key that was not given."""
 _NAME = "NAME"
-"""What stands for the name of a section that the user names, in paths of keys."""
+"""What stands for the name or number of one of several sections, in paths of keys."""
 
 _ELSEWHERE = {
     "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
@@ -87,8 +87,8 @@ Keys = Mapping[str, Sequence[str]]
 def section_keys(section: type[Section], path: str = "") -> dict[str, list[str]]:
     """Return the keys of a section and of the sections within it, by the path of each.
 
-    In the path of a section that the user names, such as ``data.sources.NAME``, ``NAME`` stands for
-    the name.
+    In the path of a section that the user names or that is one of a list, such as
+    ``data.sources.NAME``, ``NAME`` stands for the name or number.
     """
     keys = {path: sorted(section.model_fields)}
     for name, field in section.model_fields.items():
@@ -102,13 +102,13 @@ def _sections_of(annotation: object, path: str) -> Iterator[tuple[str, type[Sect
     """Yield each section that a value of a type may be or hold, and its path."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield path, annotation
-    within = f"{path}.{_NAME}" if get_origin(annotation) is dict else path
+    within = f"{path}.{_NAME}" if get_origin(annotation) in (dict, tuple) else path
     for choice in get_args(annotation):
         yield from _sections_of(choice, within)
 
 
 RUN_KEYS: Keys = section_keys(RunConfig)
-"""Keys of every section by its path: "" is the run file, ``model.rope_scaling`` the deepest."""
+"""Keys of every section by its path: "" is the run file, ``model.rope_scaling`` a deeper one."""
 
 
 def _key_paths() -> dict[str, list[str]]:

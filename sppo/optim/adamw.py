@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.optimizer import OptimizerConfig
-from sppo.cost.parameters import is_decayed
+from sppo.cost.parameter_groups import by_update_rule
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 
 STEP_KEY = "optimizer.step"
@@ -84,7 +84,7 @@ class AdamW(MasterState):
 
     Args:
         weights: Weights that the engine computes with, by global name; every step writes them.
-        config: Optimizer configuration, of which betas, eps and weight decay are used.
+        config: Optimizer configuration, of which betas, eps, weight decay and groups are used.
         masters: fp32 values that weights in the compute dtype were rounded from; kept, not copied.
             None converts the weights.
     """
@@ -106,14 +106,13 @@ class AdamW(MasterState):
         rounded = [name for name, weight in weights.items() if own[name] is not weight]
         self._rounded = [weights[name] for name in rounded]
         self._converted_masters = [own[name] for name in rounded]
-        self._names = [[n for n in own if is_decayed(n) is decayed] for decayed in (True, False)]
-        for names, weight_decay in zip(self._names, (config.weight_decay, 0.0), strict=True):
+        groups = by_update_rule(own, config)
+        self._names = [*groups.values()]
+        for rule, names in groups.items():
             parameters, *moments = (
                 [tensors[name] for name in names] for tensors in (own, *self._moments.values())
             )
-            self._updates.append(
-                FusedAdamW(parameters, moments, config=config, weight_decay=weight_decay)
-            )
+            self._updates.append(FusedAdamW(parameters, moments, config=config, rule=rule))
         self._compute_weights()
 
     @torch.no_grad()

@@ -13,20 +13,21 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from sppo.config.optimizer import OptimizerConfig
+from sppo.cost.parameter_groups import UpdateRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments of a parameter in torch's AdamW."""
 
 
 class FusedAdamW:
-    """Update of parameters with the same weight decay, in one call of the kernel.
+    """Update of parameters with the same learning rate and weight decay, in one kernel call.
 
     Args:
         masters: Parameters in fp32 or float64; every step writes them.
         moments: For each of :data:`MOMENTS`, one tensor like each parameter; every step writes
             them.
         config: Optimizer configuration, of which betas and eps are used.
-        weight_decay: Weight decay of these parameters.
+        rule: Factor of the learning rate, and weight decay of these parameters.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class FusedAdamW:
         moments: Sequence[Sequence[Tensor]],
         *,
         config: OptimizerConfig,
-        weight_decay: float,
+        rule: UpdateRule,
     ) -> None:
         self._masters, self._moments = list(masters), [list(moment) for moment in moments]
-        self._config, self._weight_decay = config, weight_decay
+        self._config, self._rule = config, rule
         # The kernel reads the step count on the device of the parameter.
         self._steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
 
@@ -47,7 +48,7 @@ class FusedAdamW:
 
         Args:
             gradients: Gradient of each parameter, in the parameter's dtype.
-            lr: Learning rate of this step.
+            lr: Learning rate of the schedule in this step.
         """
         averages, squares = self._moments
         beta1, beta2 = self._config.betas
@@ -62,8 +63,8 @@ class FusedAdamW:
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=lr,
-            weight_decay=self._weight_decay,
+            lr=lr * self._rule.lr_factor,
+            weight_decay=self._rule.weight_decay,
             eps=self._config.eps,
             maximize=False,
         )

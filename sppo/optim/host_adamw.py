@@ -2,7 +2,8 @@
 
 torch's fused CPU kernel updates the masters. The device then holds only weights and gradients, 6
 bytes per parameter in bf16 instead of 18, or less if these are streamed, too. Masters, and each of
-the moments, are one long row of all parameters, with decayed parameters first, cut into buckets.
+the moments, are one long row of all parameters, cut into buckets of one learning rate and weight
+decay, for which the parameters are in the order of these.
 While the CPU updates one bucket, the gradients of the next bucket are copied from the device and
 the weights of the previous bucket to the device.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain, groupby
 from math import prod
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.memory.state_memory import UPDATE_SLOTS
-from sppo.cost.parameters import is_decayed
+from sppo.cost.parameter_groups import UpdateRule, by_update_rule, update_rule
 from sppo.offload.lane import Lane
 from sppo.offload.state_memory import StateMemory
 from sppo.offload.worker_pool import Event, wait_for
@@ -41,6 +43,7 @@ class OptimizerRows:
     Args:
         shapes: Shapes of the parameters, or of the intervals that this rank updates, by global
             name.
+        config: Optimizer configuration, with the groups by which parameters are ordered.
         memory: Allocator of the rows; None for host memory that is not page-locked.
 
     Raises:
@@ -48,8 +51,12 @@ class OptimizerRows:
         OSError: The disk lacks space.
     """
 
-    def __init__(self, shapes: Shapes, *, memory: StateMemory | None = None) -> None:
-        self.layout, self._memory = FlatRow(shapes), memory or StateMemory()
+    def __init__(
+        self, shapes: Shapes, *, config: OptimizerConfig, memory: StateMemory | None = None
+    ) -> None:
+        names = chain.from_iterable(by_update_rule(shapes, config).values())
+        self.layout = FlatRow({name: shapes[name] for name in names})
+        self._memory = memory or StateMemory()
         shape = (self.layout.elements,)
         rows = self._memory.tensors(dict.fromkeys(("masters", *MOMENTS), shape), MASTER_DTYPE)
         self.masters, *self.moments = rows.values()
@@ -67,11 +74,11 @@ class OptimizerRows:
 
 @dataclass(frozen=True, slots=True)
 class _UpdateBucket:
-    """Range of the row of all parameters with a common weight decay."""
+    """Range of the row of all parameters that are updated by one rule."""
 
     begin: int
     end: int
-    weight_decay: float
+    rule: UpdateRule
     parts: tuple[RowPart, ...]
 
     @property
@@ -113,9 +120,7 @@ class HostAdamW(MasterState):
         super().__init__(rows.layout.views(rows.masters), dict(moments))
         self._weights = {name: weight.detach().view(-1) for name, weight in weights.items()}
         self._rows, self._lane = rows, lane
-        self._buckets = _cut(
-            rows, weight_decay=config.weight_decay, bucket_elements=bucket_elements
-        )
+        self._buckets = _cut(rows, config=config, bucket_elements=bucket_elements)
         self._gradients, self._weight_slots = self._staging()
         self._updates = [self._update(bucket, config) for bucket in self._buckets]
         self._compute_weights()
@@ -170,7 +175,7 @@ class HostAdamW(MasterState):
             [master],
             [[moment] for moment in moments],
             config=config,
-            weight_decay=bucket.weight_decay,
+            rule=bucket.rule,
         )
 
     def _staging(self) -> tuple[Tensor, Tensor]:
@@ -210,17 +215,17 @@ class HostAdamW(MasterState):
             self._rows.drop_pages()
 
 
-def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> list[_UpdateBucket]:
-    """Cut the rows into buckets, each with or without weight decay."""
+def _cut(
+    rows: OptimizerRows, *, config: OptimizerConfig, bucket_elements: int
+) -> list[_UpdateBucket]:
+    """Cut the rows into buckets, each of parameters with the same rule."""
     assert bucket_elements > 0, "a bucket holds something"
-    shapes, total = rows.layout.shapes, rows.masters.numel()
-    # Decayed parameters come first in a row.
-    decayed = sum(prod(shape) for name, shape in shapes.items() if is_decayed(name))
     buckets: list[_UpdateBucket] = []
-    for first, last, decay in ((0, decayed, weight_decay), (decayed, total, 0.0)):
-        for begin in range(first, last, bucket_elements):
-            end = min(begin + bucket_elements, last)
-            buckets.append(
-                _UpdateBucket(begin, end, decay, tuple(rows.layout.parts(slice(begin, end))))
-            )
+    end = 0
+    for rule, names in groupby(rows.layout.shapes, key=lambda name: update_rule(name, config)):
+        first, end = end, end + sum(prod(rows.layout.shapes[name]) for name in names)
+        for begin in range(first, end, bucket_elements):
+            last = min(begin + bucket_elements, end)
+            parts = tuple(rows.layout.parts(slice(begin, last)))
+            buckets.append(_UpdateBucket(begin, last, rule, parts))
     return buckets

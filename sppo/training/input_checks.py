@@ -10,6 +10,8 @@ from pathlib import Path
 from sppo.checkpoint.newest import NoCheckpointError, check_any
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
+from sppo.cost.parameter_groups import check_groups
+from sppo.cost.parameters import parameter_shapes
 from sppo.data.mixture import check_mixture
 from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.presets import PRESETS
@@ -57,6 +59,8 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
         yield from problems_of_check(
             "model.from_hf", weights, lambda: check_headers(files, run.model)
         )
+    names = parameter_shapes(run.model)
+    yield from problems_of_check("optimizer.groups", "", lambda: check_groups(names, run.optimizer))
     if run.start is not None:
         yield from problems_of_check("start", run.start.from_run, lambda: check_start(run))
     if disk is not None:

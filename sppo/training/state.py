@@ -283,7 +283,8 @@ def _optimizer(
     run, config = job.run, job.run.optimizer
     on_disk, rows = tiers.optimizer == "disk", None
     if tiers.offloads_optimizer:
-        rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
+        behind = memory if on_disk else None
+        rows = OptimizerRows(sharded.owned_shapes, config=config, memory=behind)
     masters: dict[str, Tensor] = {}
     for name, whole in initial:
         weight = sharded.sharding.cut(name, whole)

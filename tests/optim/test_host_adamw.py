@@ -27,7 +27,7 @@ def pair(dtype, *, lane, bucket_elements):
     device = {name: master.to(dtype, copy=True) for name, master in masters.items()}
     host = {name: weight.clone() for name, weight in device.items()}
     copies = None if narrow is None else {n: m.clone() for n, m in narrow.items()}
-    rows = OptimizerRows(SHAPES)
+    rows = OptimizerRows(SHAPES, config=CONFIG)
     rows.fill(host if narrow is None else narrow)
     return (
         (device, AdamW(device, config=CONFIG, masters=copies)),
@@ -77,7 +77,7 @@ def test_buckets_hold_every_element_once_and_one_kind():
         ends.append(bucket.end)
         for part in bucket.parts:
             covered[part.name][part.elements] += 1
-            assert bucket.weight_decay == (0.1 if len(SHAPES[part.name]) > 1 else 0)
+            assert bucket.rule.weight_decay == (0.1 if len(SHAPES[part.name]) > 1 else 0)
     assert all((count == 1).all() for count in covered.values())
     elements = sum(count.numel() for count in covered.values())
     # Masters and moments, two slots of fp32 gradients, two of bf16 weights.
@@ -141,7 +141,7 @@ def test_a_gpu_gets_the_weights_of_the_host():
     results = []
     for where, lane in ((device, CudaLane(device)), ("cpu", Lane())):
         weights = {name: master.to(where, torch.bfloat16) for name, master in masters.items()}
-        rows = OptimizerRows(SHAPES)
+        rows = OptimizerRows(SHAPES, config=CONFIG)
         rows.fill(masters)
         optimizer = HostAdamW(weights, config=CONFIG, rows=rows, lane=lane, bucket_elements=320)
         for step in range(3):
