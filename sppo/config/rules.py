@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 
 Broken = Iterator[tuple[str, str]]
 _AWAY = ("host", "disk")
+_SLOWEST_BF16_DECAY = 0.99
+"""Largest decay rate with which steady gradients still move a second moment in bf16, whose
+neighbours are 0.4 to 0.8 % apart."""
 
 
 def broken_rules(run: RunConfig) -> Iterator[Problem]:
@@ -392,8 +395,14 @@ def log_run_warnings(run: RunConfig) -> None:
 def run_warnings(run: RunConfig) -> Iterator[str]:
     """Yield warnings about what can be trained but probably should not be, one line each.
 
-    Sequences are longer than the context of published weights or a preset.
+    Sequences are longer than the context of published weights or a preset, or the second moment
+    changes by less than bf16 resolves.
     """
+    if run.optimizer.moments == "bf16" and run.optimizer.betas[1] > _SLOWEST_BF16_DECAY:
+        yield (
+            f"optimizer.betas[1]={run.optimizer.betas[1]:g} changes the second moment by less in a "
+            f"step than optimizer.moments=bf16 resolves; lower it to at most {_SLOWEST_BF16_DECAY}"
+        )
     model, length = run.model, run.sequence.length
     reach, scaling = model.context_reach, model.rope_scaling
     is_published = model.preset is not None or model.from_hf is not None

@@ -36,7 +36,9 @@ Mechanism = Literal["ulysses", "megatron"]
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 ACCUMULATION_BYTES = 4
-"""Bytes of an element of masters, gradients, optimizer moments and dK/dV, which are fp32."""
+"""Bytes of an element of masters, gradients and dK/dV, which are fp32."""
+NUM_MOMENTS = 2
+"""Moments of AdamW."""
 _ACCUMULATED_BYTES = 2 * ACCUMULATION_BYTES
 """Memory traffic of a weight gradient per element and subsequence: its sum is read and written.
 The addend causes none: on a CPU it is a tile that stays in the cache, on a GPU it is not stored."""
@@ -94,6 +96,7 @@ class Workload:
         vocabulary_sharded: Whether a Megatron group also shards embedding and head, as Megatron-LM
             does; in this trainer each device has them whole.
         correction: Correction of compute seconds by measured steps of a run.
+        moments: Precision of the optimizer's moments, "bf16" or "fp32".
     """
 
     model: ModelConfig
@@ -103,6 +106,12 @@ class Workload:
     sequence_parallel: Mechanism = "ulysses"
     vocabulary_sharded: bool = False
     correction: CostCorrection = UNCORRECTED
+    moments: str = "fp32"
+
+    @property
+    def moments_bytes(self) -> int:
+        """Bytes of both moments of a parameter."""
+        return NUM_MOMENTS * ELEMENT_BYTES[self.moments]
 
     @property
     def element_bytes(self) -> int:

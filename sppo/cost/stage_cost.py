@@ -180,7 +180,7 @@ def _update_seconds(candidate: Candidate) -> Table:
         weights = 0 if state.streams_weights else workload.element_bytes
         copies = np.maximum(parameters * gradients / out, parameters * weights / back)
         if state.optimizer == "disk":
-            moved = 3 * ACCUMULATION_BYTES * parameters
+            moved = (ACCUMULATION_BYTES + workload.moments_bytes) * parameters
             copies = moved / out + moved / back
         seconds = np.maximum(seconds, copies)
     at_end: Table = np.zeros(len(candidate.stages))

@@ -25,7 +25,8 @@ class MasterState(ABC):
 
     Args:
         masters: fp32 (or float64) values of the parameters by global name.
-        moments: For each of :data:`MOMENTS`, a tensor like each master by global name.
+        moments: For each of :data:`MOMENTS`, a tensor like each master by global name, in its
+            dtype or in bf16.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class AdamW(MasterState):
 
     Args:
         weights: Weights that the engine computes with, by global name; every step writes them.
-        config: Optimizer configuration, of which betas, eps, weight decay and groups are used.
+        config: Optimizer configuration, of which betas, eps, weight decay, groups and the precision
+            of moments are used.
         masters: fp32 values that weights in the compute dtype were rounded from; kept, not copied.
             None converts the weights.
     """
@@ -100,8 +102,10 @@ class AdamW(MasterState):
             name: _master(weight, None if masters is None else masters[name])
             for name, weight in weights.items()
         }
+        narrow = torch.bfloat16 if config.moments == "bf16" else None
         super().__init__(
-            own, {m: {name: torch.zeros_like(own[name]) for name in own} for m in MOMENTS}
+            own,
+            {m: {n: torch.zeros_like(o, dtype=narrow) for n, o in own.items()} for m in MOMENTS},
         )
         rounded = [name for name, weight in weights.items() if own[name] is not weight]
         self._rounded = [weights[name] for name in rounded]

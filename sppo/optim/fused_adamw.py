@@ -17,6 +17,9 @@ from sppo.cost.parameter_groups import UpdateRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments of a parameter in torch's AdamW."""
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 22
+"""Elements whose moments are converted at a time: few enough for the cache of a CPU, and on a
+device so many that few kernels are launched."""
 
 
 class FusedAdamW:
@@ -24,8 +27,9 @@ class FusedAdamW:
 
     Args:
         masters: Parameters in fp32 or float64; every step writes them.
-        moments: For each of :data:`MOMENTS`, one tensor like each parameter; every step writes
-            them.
+        moments: For each of :data:`MOMENTS`, one tensor like each parameter, in its dtype or in
+            bf16; every step writes them. The kernel computes with moments in the dtype of the
+            parameters, so bf16 moments are converted, a chunk of a parameter at a time.
         config: Optimizer configuration, of which betas and eps are used.
         rule: Factor of the learning rate, and weight decay of these parameters.
     """
@@ -50,15 +54,40 @@ class FusedAdamW:
             gradients: Gradient of each parameter, in the parameter's dtype.
             lr: Learning rate of the schedule in this step.
         """
-        averages, squares = self._moments
+        if all(
+            m.dtype == own.dtype for m, own in zip(self._moments[0], self._masters, strict=True)
+        ):
+            self._call(self._masters, gradients, *self._moments, self._steps, lr=lr)
+            return
+        columns = zip(self._masters, gradients, *self._moments, self._steps, strict=True)
+        for *tensors, count in columns:
+            done = count.clone()
+            chunk = _CPU_CHUNK if count.device.type == "cpu" else _DEVICE_CHUNK
+            flat = (torch.split(tensor.view(-1), chunk) for tensor in tensors)
+            for master, gradient, *narrow in zip(*flat, strict=True):
+                wide = [moment.to(master.dtype) for moment in narrow]
+                count.copy_(done)  # which every call raises by one
+                self._call([master], [gradient], *([moment] for moment in wide), [count], lr=lr)
+                torch._foreach_copy_(narrow, wide)
+
+    def _call(
+        self,
+        masters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        averages: Sequence[Tensor],
+        squares: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        *,
+        lr: float,
+    ) -> None:
         beta1, beta2 = self._config.betas
         adamw(
-            self._masters,
+            list(masters),
             list(gradients),
-            averages,
-            squares,
+            list(averages),
+            list(squares),
             [],
-            self._steps,
+            list(steps),
             fused=True,
             amsgrad=False,
             beta1=beta1,

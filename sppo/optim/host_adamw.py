@@ -35,7 +35,7 @@ the last bucket, which nothing overlaps, are short."""
 
 
 class OptimizerRows:
-    """Masters and moments of parameters, each one long fp32 row, zero at first.
+    """Masters and moments of parameters, each one long row, zero at first; masters are fp32.
 
     The rows are allocated before the weights are made, so each master is written in place, and
     startup needs memory only for the rows and the parameters being made.
@@ -43,7 +43,8 @@ class OptimizerRows:
     Args:
         shapes: Shapes of the parameters, or of the intervals that this rank updates, by global
             name.
-        config: Optimizer configuration, with the groups by which parameters are ordered.
+        config: Optimizer configuration, with the groups by which parameters are ordered, and the
+            precision of moments.
         memory: Allocator of the rows; None for host memory that is not page-locked.
 
     Raises:
@@ -58,8 +59,9 @@ class OptimizerRows:
         self.layout = FlatRow({name: shapes[name] for name in names})
         self._memory = memory or StateMemory()
         shape = (self.layout.elements,)
-        rows = self._memory.tensors(dict.fromkeys(("masters", *MOMENTS), shape), MASTER_DTYPE)
-        self.masters, *self.moments = rows.values()
+        narrow = torch.bfloat16 if config.moments == "bf16" else MASTER_DTYPE
+        self.masters = self._memory.tensors({"masters": shape}, MASTER_DTYPE)["masters"]
+        self.moments = [*self._memory.tensors(dict.fromkeys(MOMENTS, shape), narrow).values()]
 
     def fill(self, masters: Mapping[str, Tensor]) -> None:
         """Copy masters of parameters, by global name, into the row of masters."""
@@ -134,7 +136,8 @@ class HostAdamW(MasterState):
     def bucket_bytes(self) -> int:
         """Bytes of host memory in use at once if the rows are in a file: a bucket and staging."""
         most = max(bucket.elements for bucket in self._buckets)
-        return self.staging_bytes + (1 + len(MOMENTS)) * most * MASTER_DTYPE.itemsize
+        rows = (self._rows.masters, *self._rows.moments)
+        return self.staging_bytes + most * sum(row.element_size() for row in rows)
 
     @property
     def staging_bytes(self) -> int:

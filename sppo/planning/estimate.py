@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from sppo.activations.policy import POLICIES, saved_bytes_per_token
 from sppo.config.run import RunConfig
-from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
+from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import Draw, with_chosen_degrees
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import executed_candidate
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-
-_MOMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +84,12 @@ def model_counts(run: RunConfig) -> ModelCounts:
     model, length = run.model, run.sequence.length
     element = ELEMENT_BYTES[run.train.dtype]
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
+    moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
     layer_tokens = length * model.num_layers
     kv_elements = 2 * model.kv_heads * model.head_dim * layer_tokens
     return ModelCounts(
         parameters=num_parameters(model),
-        state_bytes_per_parameter=element + (1 + _MOMENTS) * ACCUMULATION_BYTES + masters,
+        state_bytes_per_parameter=element + ACCUMULATION_BYTES + masters + moments,
         saved_bytes={
             policy: saved_bytes_per_token(policy, model, element_bytes=element) * layer_tokens
             for policy in POLICIES

@@ -206,6 +206,7 @@ class ExecutionPlan:
             dtype=self.run["train"]["dtype"],
             sequence_parallel_degree=self.sequence_parallel_degree,
             sequence_parallel=self.sequence_parallel,
+            moments=self.run.get("optimizer", {}).get("moments", "fp32"),
         )
         return Candidate(
             workload,
@@ -316,7 +317,10 @@ def check_program(plan: ExecutionPlan) -> None:
 
 def planned_part(run: RunConfig) -> dict[str, Any]:
     """Return the keys of `run` that a plan holds, by section, as plain JSON values."""
-    return run.model_dump(mode="json", include=_PLANNED_KEYS, exclude=_EXCEPT)
+    planned = run.model_dump(mode="json", include=_PLANNED_KEYS, exclude=_EXCEPT)
+    if run.optimizer.moments != "fp32":  # else as in plans of versions without the key
+        planned["optimizer"] = {"moments": run.optimizer.moments}
+    return planned
 
 
 def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:

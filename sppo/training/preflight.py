@@ -18,7 +18,7 @@ from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.checkpoint.newest import Checkpoint
 from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
-from sppo.cost.layer import ACCUMULATION_BYTES
+from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
 from sppo.cost.memory.state_memory import checkpoint_bytes
@@ -328,7 +328,8 @@ def check_first_checkpoint(run: RunConfig) -> None:
     if not (config.at_end or config.every) or list_checkpoints(directory):
         return
     disk = shutil.disk_usage(next(path for path in directory.absolute().parents if path.is_dir()))
-    needed = 3 * ACCUMULATION_BYTES * num_parameters(run.model)  # weights and both moments
+    moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
+    needed = (ACCUMULATION_BYTES + moments) * num_parameters(run.model)
     if disk.total and needed > disk.free:  # /proc and the like have no space at all, nor files
         raise MemoryError(
             f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(disk.free)} are free "

@@ -88,6 +88,7 @@ def trace_step(
         dtype=run.train.dtype,
         sequence_parallel_degree=parallel.sequence_parallel_degree,
         sequence_parallel=parallel.sequence_parallel,
+        moments=run.optimizer.moments,
     )
     with fake_gpu(workload, rank=rank, orderings=orderings, lost=lost) as gpu:
         planner = step_planner(plan)

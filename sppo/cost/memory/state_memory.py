@@ -55,7 +55,7 @@ def state_memory(candidate: Candidate) -> tuple[StageMemory, ...]:
     kept_weights = (updated if candidate.zero >= 3 else parameters) * element
     kept_gradients = (updated if candidate.zero >= 2 else parameters) * ACCUMULATION_BYTES
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
-    optimizer = stepped * (2 * ACCUMULATION_BYTES + masters)
+    optimizer = stepped * (candidate.workload.moments_bytes + masters)
     copied = np.array(checkpoint_bytes(candidate)) * candidate.background_saves
     last = candidate.rank_of_stage(candidate.num_stages - 1)
     on_cpu = device.kind == "cpu"
@@ -77,7 +77,7 @@ def state_memory(candidate: Candidate) -> tuple[StageMemory, ...]:
     }
     in_tiers = {
         "tier_activations_bytes": np.zeros(ranks),
-        "host_optimizer_bytes": _adamw_bytes(stepped) * tiers.offloads_optimizer,
+        "host_optimizer_bytes": _adamw_bytes(candidate, stepped) * tiers.offloads_optimizer,
         "tier_weights_bytes": kept_weights * tiers.streams_weights,
         "tier_gradients_bytes": kept_gradients * tiers.streams_gradients,
         "background_save_bytes": copied * (not on_cpu),
@@ -96,7 +96,7 @@ def of_each_rank(tables: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, i
 
 def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
     """Return the bytes of a checkpoint from each rank: fp32 weights and both moments, [ranks]."""
-    saved: Counts = _adamw_bytes(of_ranks(candidate, _saved_parameters(candidate)))
+    saved: Counts = _adamw_bytes(candidate, of_ranks(candidate, _saved_parameters(candidate)))
     return tuple(saved.tolist())
 
 
@@ -111,9 +111,9 @@ def _saved_parameters(candidate: Candidate) -> Table:
     return saved
 
 
-def _adamw_bytes(parameters: Table) -> Counts:
+def _adamw_bytes(candidate: Candidate, parameters: Table) -> Counts:
     """Return the bytes of fp32 weights and both moments."""
-    return (parameters * 3 * ACCUMULATION_BYTES).astype(np.int64)
+    return (parameters * (ACCUMULATION_BYTES + candidate.workload.moments_bytes)).astype(np.int64)
 
 
 def _update_room_bytes(candidate: Candidate, *, parameters: Table) -> Table:
@@ -123,7 +123,8 @@ def _update_room_bytes(candidate: Candidate, *, parameters: Table) -> Table:
     """
     bucket = np.minimum(parameters, DISK_UPDATE_ELEMENTS) * (candidate.state.optimizer == "disk")
     slot = ACCUMULATION_BYTES + candidate.workload.element_bytes
-    room: Table = bucket * (UPDATE_SLOTS * slot + 3 * ACCUMULATION_BYTES)
+    stepped = ACCUMULATION_BYTES + candidate.workload.moments_bytes
+    room: Table = bucket * (UPDATE_SLOTS * slot + stepped)
     return room
 
 

@@ -122,6 +122,7 @@ def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> 
         dtype=run.train.dtype,
         sequence_parallel_degree=degrees.sequence_parallel,
         sequence_parallel=run.parallel.sequence_parallel,
+        moments=run.optimizer.moments,
     )
 
 
