@@ -27,6 +27,7 @@ from sppo.config.mixture import Sources
 from sppo.config.model import ModelConfig
 from sppo.config.optimizer import OptimizerConfig
 from sppo.config.start import StartConfig
+from sppo.config.track import TrackConfig, TrackerName
 from sppo.config.validation import HELD_OUT, ValidationConfig, ValidationSet
 
 Cuts = Annotated[
@@ -259,7 +260,8 @@ class TrainConfig(Section):
     """Number of steps from one record of the norms of weights and gradients, by kind of parameter,
     in ``metrics.jsonl`` to the next; 0 records none."""
     tensorboard: bool = False
-    """Whether to write TensorBoard event files as well (needs ``pip install 'sppo[track]'``)."""
+    """Whether to write TensorBoard event files as well, as ``track.to: [tensorboard]`` does (needs
+    ``pip install 'sppo[track]'``)."""
 
     @property
     def beside_cross_entropy(self) -> str:
@@ -353,6 +355,8 @@ class RunConfig(Section):
     """Times at which the state is saved."""
     validation: ValidationConfig | None = None
     """Sets that are evaluated between steps; null evaluates none."""
+    track: TrackConfig = TrackConfig()
+    """Experiment trackers that receive the records of the run."""
     hardware: Auto | HardwareConfig = "auto"
     """Machine to plan for; auto: this machine."""
 
@@ -373,6 +377,12 @@ class RunConfig(Section):
         if not self.validation.sets and self.data.eval_tokens is not None:
             return {HELD_OUT: ValidationSet(tokens=self.data.eval_tokens)}
         return self.validation.sets
+
+    @property
+    def trackers(self) -> tuple[TrackerName, ...]:
+        """Names of the trackers that receive the records of the run."""
+        by_flag: tuple[TrackerName, ...] = ("tensorboard",) if self.train.tensorboard else ()
+        return tuple(dict.fromkeys((*by_flag, *self.track.to)))
 
     @property
     def initial_weights(self) -> str:

@@ -57,7 +57,8 @@ class FusedAdamW:
         if all(
             m.dtype == own.dtype for m, own in zip(self._moments[0], self._masters, strict=True)
         ):
-            self._call(self._masters, gradients, *self._moments, self._steps, lr=lr)
+            averages, squares = self._moments
+            self._call(self._masters, gradients, averages, squares, self._steps, lr=lr)
             return
         columns = zip(self._masters, gradients, *self._moments, self._steps, strict=True)
         for *tensors, count in columns:
@@ -67,7 +68,8 @@ class FusedAdamW:
             for master, gradient, *narrow in zip(*flat, strict=True):
                 wide = [moment.to(master.dtype) for moment in narrow]
                 count.copy_(done)  # which every call raises by one
-                self._call([master], [gradient], *([moment] for moment in wide), [count], lr=lr)
+                average, square = wide
+                self._call([master], [gradient], [average], [square], [count], lr=lr)
                 torch._foreach_copy_(narrow, wide)
 
     def _call(

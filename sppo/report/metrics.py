@@ -1,4 +1,4 @@
-"""Metrics of every step, and the files that store them: ``metrics.jsonl``, TensorBoard's events."""
+"""Metrics of every step, and the file that stores them, ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from sppo.output_file import named_errors, write_text
+from sppo.output_file import write_text
 
 _logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-
-_SECTIONS = {
-    "train": ("loss", "grad_norm", "clipped", "lr", "skipped"),
-    "speed": (
-        *("step_s", "predicted_step_s", "tokens_per_s", "mfu", "hfu", "exposed_copy_s"),
-        *("copy_out_bytes_per_s", "copy_back_bytes_per_s"),
-    ),
-    "memory": ("device_peak_bytes", "host_peak_bytes", "offloaded_bytes"),
-}
-"""Metrics in TensorBoard by section; a metric is called ``section/metric``."""
 
 _NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """Number that may not be finite, and is null in the file then."""
@@ -159,40 +149,6 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class TensorBoardSink:
-    """Sink that writes metrics as scalars to event files, by a thread of TensorBoard.
-
-    Args:
-        directory: Directory of the event files, created if needed.
-        resume_step: Number of steps done before; TensorBoard hides earlier records of later steps.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
-
-    def __init__(self, directory: Path, *, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._directory = directory
-        with named_errors(directory):
-            self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step as scalars; unknown ones are left out."""
-        with named_errors(self._directory):
-            for section, names in _SECTIONS.items():
-                for name in names:
-                    if (value := getattr(metrics, name)) is not None:
-                        self._writer.add_scalar(f"{section}/{name}", float(value), metrics.step)
-
-    def close(self) -> None:
-        """Close the event file."""
-        try:
-            self._writer.close()
-        except OSError as error:  # the run is over, and its state saved
-            _logger.warning("%s is incomplete: %s", self._directory, error.strerror)
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

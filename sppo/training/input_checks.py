@@ -23,11 +23,13 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, degree_problems
 from sppo.quoting import quoted
+from sppo.report.tracking.trackers import check_package
 from sppo.training.run_directory import check_output
 from sppo.training.starting_checkpoint import check_start
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory of a test plan, so that it can fail only for reasons other than memory."""
+_TENSORBOARD = "train.tensorboard"
 _BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 """Errors caused by a wrong path in a run file; other errors of the system are not caught."""
 
@@ -65,8 +67,9 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
         yield from problems_of_check("start", run.start.from_run, lambda: check_start(run))
     if disk is not None:
         yield from problems_of_check("activations.disk", disk, lambda: usable_directory(Path(disk)))
-    if run.train.tensorboard:
-        yield from problems_of_check("train.tensorboard", True, _check_tensorboard)
+    for tracker in run.trackers:
+        key, value = ("track.to", tracker) if tracker in run.track.to else (_TENSORBOARD, True)
+        yield from problems_of_check(key, value, partial(check_package, tracker))
     yield from problems_of_check("train.output", run.train.output, lambda: check_output(run))
 
 
@@ -99,16 +102,6 @@ def _degree_problems(run: RunConfig) -> Iterator[Problem]:
     for key, rule in degree_problems(run, degrees=Degrees.of_run(run)):
         if decided or key not in ("multiplexed", "schedule"):
             yield Problem(f"parallel.{key}", quoted(getattr(run.parallel, key)), rule)
-
-
-def _check_tensorboard() -> None:
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            "train.tensorboard needs the tensorboard package: pip install 'sppo[track]', "
-            "or set train.tensorboard=false"
-        ) from None
 
 
 # Without a run

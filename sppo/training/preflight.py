@@ -109,9 +109,6 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
         # Drawn with at the end of the run: a plan that did not account for these tens of MiB would
         # have the run killed after its last step in a small container.
         from matplotlib.backends import backend_agg  # noqa: F401
-
-        if run.train.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: F401
     load_attention(run, device)
     peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
     plans_ahead = run.data.samples == "documents" and run.planning.ahead

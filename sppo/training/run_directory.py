@@ -20,12 +20,13 @@ from sppo.config.start_model import CONFIG_FILE
 from sppo.output_file import PARTIAL, write_json
 from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE
+from sppo.report.tracking.track_file import TRACK_FILE
+from sppo.report.tracking.trackers import TENSORBOARD_DIRECTORY
 
 PLAN_FILE = "plan.json"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PLOT = "loss.png"
 TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"
-TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
 RESULT_FILES = (
     METRICS_FILE,
@@ -35,13 +36,13 @@ RESULT_FILES = (
     TIMELINE_TRACE,
 )
 """Files that a run writes beside its checkpoints, in the order in which the report names them."""
-_FILES = (CONFIG_FILE, PLAN_FILE, *RESULT_FILES)
+_FILES = (CONFIG_FILE, PLAN_FILE, TRACK_FILE, *RESULT_FILES)
 _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 """Prefix of the names of unfinished configuration files, left by a run killed at its start."""
 
 _MAY_CHANGE = frozenset(
     {
-        *("activations", "checkpoint", "hardware", "parallel", "planning", "state"),
+        *("activations", "checkpoint", "hardware", "parallel", "planning", "state", "track"),
         *("data.eval_tokens", "optimizer.offload"),
         *(
             f"sequence.{key}"
@@ -53,7 +54,8 @@ _MAY_CHANGE = frozenset(
 )
 """Sections and keys that may change when a run is resumed: its length, how often it is saved and
 displayed, the number of ranks, how sequences are cut and what is recomputed (none of which changes
-what is learnt), the data of evaluations, and ``optimizer.offload``, a key of an earlier version."""
+what is learnt), the data of evaluations, trackers, and ``optimizer.offload``, a key of an earlier
+version."""
 
 
 def check_output(run: RunConfig) -> None:

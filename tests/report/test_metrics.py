@@ -1,14 +1,12 @@
-"""Metrics: the file, the line and TensorBoard."""
+"""Metrics: the file and the line."""
 
-import errno
 import json
 import math
 from dataclasses import asdict
-from unittest import mock
 
 import pytest
 
-from sppo.report.metrics import JsonlSink, StepMetrics, TensorBoardSink, read_metrics
+from sppo.report.metrics import JsonlSink, StepMetrics, read_metrics
 from sppo.report.step_line import step_line
 from tests.test_output_file import file_size_limit
 
@@ -151,42 +149,6 @@ def test_keys_of_later_versions_are_ignored(tmp_path):
     _write(path, 1)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"novelty": 1}) + "\n")
     assert read_metrics(path) == [_metrics(1)]
-
-
-# TensorBoard ------------------------------------------------------------------------------------
-
-
-def test_a_disk_too_full_for_tensorboard(tmp_path, monkeypatch, caplog):
-    pytest.importorskip("tensorboard")
-    fail = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    sink = TensorBoardSink(tmp_path, resume_step=0)
-    monkeypatch.setattr(sink._writer, "add_scalar", fail)
-    with pytest.raises(OSError, match="No space left") as caught:
-        sink.write(_metrics(1))
-    assert caught.value.filename == str(tmp_path)
-    monkeypatch.setattr(sink._writer, "close", fail)
-    sink.close()
-    assert f"{tmp_path} is incomplete: No space left on device" in caplog.text
-
-
-def test_tensorboard_gets_every_number_it_can_show(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoardSink(tmp_path, resume_step=0)
-    for step in (1, 2, 3):
-        sink.write(_metrics(step, loss=math.nan if step == 2 else 1.0 / step))
-    sink.close()
-    resumed = TensorBoardSink(tmp_path, resume_step=2)
-    resumed.write(_metrics(3, loss=9.0))
-    resumed.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    losses = {event.step: event.value for event in events.Scalars("train/loss")}
-    assert losses[1] == 1.0
-    assert math.isnan(losses[2])
-    assert losses[3] == 9.0
-    assert events.Scalars("speed/tokens_per_s")[0].value == pytest.approx(41_234.0)
-    assert "speed/mfu" not in events.Tags()["scalars"]
 
 
 # The line ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 One process pays for importing torch, then forks for every call; it never computes, so children
 inherit no threads. Run as ``python -m tests.training.forked_sppo``: reads one JSON object per line
-(``argv``, ``cwd``, and ``step``, ``action``, ``signals`` or nulls), answers with one.
+(``argv``, ``cwd``, ``env``, and ``step``, ``action``, ``signals`` or nulls), answers with one.
 """
 
 import gc
@@ -42,7 +42,7 @@ class ForkedSppo:
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
 
-    def __call__(self, *argv, cwd, step=None, action=0, signals=()):
+    def __call__(self, *argv, cwd, step=None, action=0, signals=(), env=None):
         """``sppo argv`` in ``cwd``; sends itself ``signals`` before pass ``action`` of ``step``."""
         request = {
             "argv": [str(word) for word in argv],
@@ -50,6 +50,7 @@ class ForkedSppo:
             "step": step,
             "action": action,
             "signals": list(signals),
+            "env": env or {},
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -93,6 +94,7 @@ def run_child(request, stdout, stderr):
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.chdir(request["cwd"])
+    os.environ.update(request["env"])
     if request["step"] is not None:
         signal_in_step(request["step"], request["action"], request["signals"])
     from sppo.__main__ import main

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.report.display import TrainingDisplay
-from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics, TensorBoardSink
+from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics
 from sppo.report.step_line import step_line
 from sppo.training.job import Job
 from sppo.training.records.outcome import TrainingOutcome
-from sppo.training.run_directory import TENSORBOARD_DIRECTORY
+from sppo.training.records.tracking import tracked
 from sppo.training.step import DoneStep, StepWork
 
 
@@ -77,7 +77,7 @@ class StepRecords:
         self._job, self._run, self._outcome = job, job.run, outcome
         self._first_step = outcome.first_step
         self._started = time.perf_counter()
-        self._sinks: list[JsonlSink | TensorBoardSink] = []
+        self._file: JsonlSink | None = None
         self.display = TrainingDisplay(
             job.console, total_steps=job.run.train.steps, first_step=outcome.first_step
         )
@@ -88,18 +88,17 @@ class StepRecords:
         """Open the files and the display for the duration of the context. Collective."""
         self._started = time.perf_counter()
         with ExitStack() as stack:
-            self._job.peers.decided_by_main(lambda: self._open_sinks(stack))
+            self._job.peers.decided_by_main(lambda: self._open_file(stack))
+            if self._job.mesh.is_main and self._run.trackers:
+                stack.enter_context(tracked(self._run, self._outcome.output))
             stack.enter_context(self.display)
             yield
 
-    def _open_sinks(self, stack: ExitStack) -> None:
-        """Open the files of metrics, which ``stack`` closes."""
-        output, done = self._outcome.output, self._first_step
-        jsonl = JsonlSink(output / METRICS_FILE, resume_step=done)
-        self._sinks.append(stack.enter_context(closing(jsonl)))
-        if self._run.train.tensorboard:
-            events = TensorBoardSink(output / TENSORBOARD_DIRECTORY, resume_step=done)
-            self._sinks.append(stack.enter_context(closing(events)))
+    def _open_file(self, stack: ExitStack) -> None:
+        """Open the file of metrics, which ``stack`` closes."""
+        path = self._outcome.output / METRICS_FILE
+        self._file = JsonlSink(path, resume_step=self._first_step)
+        stack.enter_context(closing(self._file))
 
     def measured(
         self, work: StepWork, done: DoneStep, *, lr: float, learnt: Mapping[str, Any]
@@ -180,8 +179,8 @@ class StepRecords:
             width=self.display.width,
         )
         with self._recording(str(self._outcome.output / METRICS_FILE)):
-            for sink in self._sinks:
-                sink.write(metrics)
+            if self._file is not None:
+                self._file.write(metrics)
         with self._recording(_STANDARD_OUTPUT):
             self.display.step_done(line)
 
