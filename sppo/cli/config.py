@@ -31,7 +31,10 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
     scaling = run.model.rope_scaling
     of_other_types = {key for keys in ROPE_KEYS.values() for key in keys}
     of_other_types -= set(ROPE_KEYS[scaling.type] if scaling is not None else ())
-    values = run.model_dump(mode="json", exclude={"model": {"rope_scaling": of_other_types}})
+    hidden = {"model": {"rope_scaling": of_other_types}}
+    if run.train.epochs is not None:  # the number of steps is known when the run starts
+        hidden["train"] = {"steps": True}
+    values = run.model_dump(mode="json", exclude=hidden)
     if json_output:
         print_json(values, indent=2)
     else:

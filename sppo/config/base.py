@@ -91,6 +91,14 @@ Tokens = Annotated[
 ]
 """Number of tokens, at least 1: ``32Ki``, ``4Mi`` or a plain number."""
 
+LONGEST = "longest"
+"""Word for the length of the longest document, which is put in its place before validation."""
+Length = Annotated[
+    Tokens,
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _SIZE_TEXT, {"const": LONGEST}]}),
+]
+"""Number of tokens of a sequence, or ``longest``."""
+
 Directory = Annotated[str, Field(min_length=1), AfterValidator(_no_tilde)]
 """Path of a directory, absolute or relative to the working directory of the command."""
 

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from sppo.config.base import Section
+from sppo.config.base import LONGEST, Section
 from sppo.config.huggingface import model_fields, read_config
+from sppo.config.longest_document import longest_document
 from sppo.config.presets import PRESETS
 from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of
 from sppo.config.rules import broken_rules
-from sppo.config.run import RunConfig
+from sppo.config.run import DataConfig, RunConfig
 from sppo.config.start_model import changed_shape, model_of_start
 from sppo.config.yaml_file import parse_yaml, read_yaml
 from sppo.quoting import quoted
@@ -173,7 +174,9 @@ def check_run(
         expanded = expand_model(section, found) if base is None else _overlay(base, section)
         # An unknown model is replaced by any other, so that the other sections are checked.
         sections["model"] = PRESETS["tiny"] if expanded is None else expanded
-    data = sections["data"]
+    data, sequence = sections["data"], sections["sequence"]
+    if isinstance(sequence, dict) and sequence.get("length") == LONGEST:
+        sections["sequence"] = {**sequence, "length": _longest(data, found)}
     if isinstance(data, dict) and data.get("tokens") is None and data.get("sources") is None:
         rule = "required; or data.sources, for a mixture"
         found.append(Problem("data.tokens", MISSING, rule))
@@ -206,6 +209,22 @@ def _model_of_start(sections: Mapping[str, Any], found: list[Problem]) -> dict[s
         except ValueError as error:
             found.append(Problem("start.from_run", quoted(start["from_run"]), str(error)))
     return PRESETS["tiny"]
+
+
+def _longest(data: object, found: list[Problem]) -> int:
+    """Return the length of the longest document of the training data that a section names."""
+    rule = ""
+    try:
+        section = DataConfig.model_validate(data)
+        if section.samples == "documents":
+            return max(map(longest_document, map(Path, section.directories.values())))
+        rule = "a stream has no longest document; write a number, or data.samples=documents"
+    except (ValidationError, AssertionError):  # reported with the section
+        rule = "of which data? data names none that can be used"
+    except (ValueError, OSError) as error:
+        rule = f"of which document? {error}"
+    found.append(Problem("sequence.length", LONGEST, rule))
+    return 1
 
 
 def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:

@@ -96,6 +96,24 @@ def _step_suits_samples(run: RunConfig) -> Broken:
         )
 
 
+def _length_is_given_once(run: RunConfig) -> Broken:
+    """``train.epochs`` and ``train.steps`` exclude each other, and epochs need ``data.tokens``.
+
+    Each source of ``data.sources`` has epochs of its own.
+    """
+    if run.train.epochs is None:
+        return
+    if "steps" in run.train.model_fields_set:
+        rule = f"train.steps={run.train.steps} gives the length, too; leave one of the two keys out"
+        yield "train.epochs", rule
+    if run.data.sources is not None:
+        yield (
+            "train.epochs",
+            "every source of data.sources has epochs of its own; write train.steps, for which "
+            "sppo data mix shows the epochs of each",
+        )
+
+
 def _replicas_get_samples(run: RunConfig) -> Broken:
     """With documents, every data-parallel replica gets at least one sample in every step.
 
@@ -290,6 +308,8 @@ def _decay_suits_schedule(run: RunConfig) -> Broken:
         rule = "optimizer.schedule=wsd needs it; write a number of steps, or a share such as 20%"
         yield "optimizer.decay_steps", rule
         return
+    if optimizer.schedule_steps is None and run.train.epochs is not None:
+        return  # the rule is checked again once the number of steps is known
     total = optimizer.schedule_steps or run.train.steps
     warmup, decay = (
         steps_of(value, of=total) for value in (optimizer.warmup_steps, optimizer.decay_steps)
@@ -378,6 +398,7 @@ RULES = (
     _disk_is_named,
     _sequence_suits_samples,
     _step_suits_samples,
+    _length_is_given_once,
     _replicas_share_no_step,
     _replicas_get_samples,
     _validation_has_sets,

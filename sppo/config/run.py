@@ -17,6 +17,7 @@ from sppo.config.base import (
     Degree,
     Directory,
     Fraction,
+    Length,
     Section,
     Size,
     Steps,
@@ -97,9 +98,9 @@ class DataConfig(Section):
 class SequenceConfig(Section):
     """Length of a training sequence, and its partition into subsequences."""
 
-    length: Tokens
+    length: Length
     """S: tokens of one training sequence; with ``data.samples=documents``, tokens of the longest
-    sample."""
+    sample. longest: with ``data.samples=documents``, those of the longest document in the data."""
     longer: Literal["cut", "drop", "refuse"] = "cut"
     """Treatment of a document longer than ``length`` with ``data.samples=documents``. cut: cut into
     consecutive samples of at most ``length`` tokens, each with its own positions; drop: left out;
@@ -229,6 +230,9 @@ class TrainConfig(Section):
 
     steps: Steps = 100
     """Total number of optimizer steps. A finished run continues if this number is raised."""
+    epochs: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Number of epochs of ``data.tokens``, instead of ``steps``: a run has the fewest steps that
+    train on every sequence or sample so many times. Whole epochs, or a fraction such as 0.5."""
     sequences_per_step: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
     """B: number of sequences whose gradients are summed in one optimizer step (gradient
     accumulation: every sequence runs by itself)."""

@@ -21,15 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from sppo.array_file import map_array, require_whole
 from sppo.config.json_file import JsonError, read_json
+from sppo.config.longest_document import DOCUMENTS_FILE
 from sppo.config.problems import nearest
-from sppo.data.array_file import map_array, require_whole
 from sppo.quoting import one_line, quoted
 from sppo.units import LARGEST_SIZE
 
 FORMAT_VERSION = 1
 TOKENS_FILE = "tokens.bin"
-DOCUMENTS_FILE = "documents.npy"
 META_FILE = "meta.json"
 LOSS_MASK_FILE = "loss_mask.bin"
 CELLS_FILE = "cells.json"

@@ -14,6 +14,7 @@ from sppo.cost.parameter_groups import check_groups
 from sppo.cost.parameters import parameter_shapes
 from sppo.data.mixture import check_mixture
 from sppo.data.run_tokens import open_data, open_evaluated
+from sppo.data.samples.epochs import with_steps
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import find_gpus
@@ -116,6 +117,7 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
         activations = run.activations.policy
         problems = [
             *problems_of_check("model.from_hf", run.hf_weights, lambda: check_weights(run)),
+            *problems_of_check("train.epochs", run.train.epochs, lambda: with_steps(run)),
             *problems_of_check("activations", activations, lambda: _check_plan(run)),
         ]
     lines = ("; ".join(map(str.strip, problem.rule.splitlines())) for problem in problems)

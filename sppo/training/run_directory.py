@@ -48,7 +48,13 @@ _MAY_CHANGE = frozenset(
             f"sequence.{key}"
             for key in ("num_subsequences", "partition", "alignment", "boundaries")
         ),
-        *("train.steps", "train.tensorboard", "train.nonfinite", "train.max_nonfinite_steps"),
+        *(
+            "train.steps",
+            "train.epochs",
+            "train.tensorboard",
+            "train.nonfinite",
+            "train.max_nonfinite_steps",
+        ),
         *("train.norms_every", "train.output"),
     }
 )

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from sppo.config import RunConfig
 from sppo.config.rules import broken_rules, log_run_warnings
+from sppo.data.samples.epochs import with_steps
 from sppo.hardware.this_machine import count_cores, find_gpus
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.environment import (
@@ -81,13 +82,17 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
     if plan is not None:
         run = followed_plan(run, plan)
     if environment is not None and environment.launcher == "sppo":
-        return ReadyRun(run, plan, environment)
+        return ReadyRun(with_steps(run), plan, environment)
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
+    epochs, run = run.train.epochs, with_steps(run)
     if environment is None or environment.rank == 0:
         log_run_warnings(run)  # once for all ranks
     else:
         console = Console(quiet=True)
+    if epochs is not None:
+        counted = f"{epochs:g} of {', '.join(run.data.directories.values())}"
+        print_titled("epochs", f"{counted}: {run.train.steps} steps", console)
     chosen = {} if plan is not None else _chosen_degrees(run, environment, console=console)
     run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
     ready = ReadyRun(run, plan, environment, chosen)

@@ -63,6 +63,27 @@ def test_a_step_has_no_more_samples_than_are_packed_together(monkeypatch):
     assert len(training.step_samples(0)) == len(training.step_samples(100)) == 100
 
 
+@settings(deadline=None, max_examples=examples(30, all=100))
+@given(documents, st.integers(1, 90), st.integers(1, 12), st.booleans())
+def test_steps_and_samples_of_a_run_are_counted_exactly(lengths, size, steps, by_tokens):
+    kind = "tokens_per_step" if by_tokens else "samples_per_step"
+    training = documents_of(lengths, **{kind: size})
+    taken, _ = walk(training, steps)
+    consumed = sum(map(len, taken))
+    assert training.num_consumed(steps) == consumed
+    assert training.num_steps(consumed) == steps
+    assert training.num_steps(consumed + 1) == steps + 1
+    assert training.num_steps(consumed - len(taken[-1]) + 1) == steps
+
+
+def test_many_steps_are_counted_as_they_are_taken(monkeypatch):
+    monkeypatch.setattr("sppo.data.samples.sample_table.MOST_SAMPLES", 5)
+    training = documents_of([2, 9, 3, 4] * 9, length=7, tokens_per_step=17)
+    taken, positions = walk(training, 40)
+    assert [training.num_consumed(steps) for steps in range(1, 40)] == positions[1:]
+    assert max(map(len, taken)) == 5
+
+
 # Rows
 
 

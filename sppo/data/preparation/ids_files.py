@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.array_file import map_array
+from sppo.array_file import map_array
 from sppo.data.preparation.documents import exists
 from sppo.data.preparation.opening import reading
 from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, end_id

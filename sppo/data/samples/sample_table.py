@@ -21,6 +21,8 @@ from sppo.data.order import Order
 
 _SPARE = 8
 """One sample is looked at beyond those that a step is expected to have, for so many of them."""
+_TOGETHER = 64
+"""Steps whose samples are looked at together to count the steps of a run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,23 +202,34 @@ class StepSamples:
         """
         limit = self.tokens_per_step
         assert limit is not None, "asked for only with tokens_per_step"
-        position = 0
+        position, looked_at = 0, _TOGETHER * self._expected_samples()
         while True:
-            samples = self.order.sequence_indices(position, 4 * MOST_SAMPLES)
+            samples = self.order.sequence_indices(position, looked_at)
             ends = np.cumsum(self.table.lengths[samples]).tolist()
             begin, tokens = 0, 0
-            while begin + MOST_SAMPLES <= len(ends):
-                within = bisect_right(ends, tokens + limit, begin, begin + MOST_SAMPLES) - begin
-                begin += max(1, within)
+            while True:
+                most = min(looked_at, begin + MOST_SAMPLES)
+                end = bisect_right(ends, tokens + limit, begin, most)
+                if end == looked_at:  # the step may have samples beyond these
+                    break
+                begin = max(begin + 1, end)
                 tokens = ends[begin - 1]
                 yield position + begin
+            looked_at *= 1 + (begin == 0)
             position += begin
+
+    def _expected_samples(self) -> int:
+        """Return the number of samples of a step of average samples, at least 1."""
+        limit = self.tokens_per_step
+        assert limit is not None, "asked for only with tokens_per_step"
+        expected = limit * self.num_samples // int(self.table.lengths.sum())
+        return min(max(1, expected), MOST_SAMPLES)
 
     def _samples_within_limit(self, position: int) -> int:
         """Return the number of samples from ``position`` on within the limits of a step, or 1."""
         limit = self.tokens_per_step
         assert limit is not None, "asked for only with tokens_per_step"
-        expected = limit * self.num_samples // int(self.table.lengths.sum())
+        expected = self._expected_samples()
         looked_at = expected + expected // _SPARE + 1
         while True:
             samples = self.order.sequence_indices(position, looked_at)
