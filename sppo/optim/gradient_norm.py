@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+_EPS = 1e-6
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24
 """Elements that are converted to float64 at a time: few enough for the cache of a CPU, and on a
 device so many that few kernels are launched."""
@@ -32,15 +33,9 @@ def global_norm(
     return norm
 
 
-def clip_factor(norm: Tensor, *, clip_norm: float) -> Tensor:
-    """Return the factor with which gradients of a norm are clipped, 0-d, without synchronising.
-
-    As in :func:`torch.nn.utils.clip_grad_norm_` it is min(1, clip_norm / (norm + 1e-6)), and 1 for
-    a clip_norm of 0, which does not clip.
-    """
-    if clip_norm == 0:
-        return torch.ones_like(norm)
-    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+def clip_factor(norm: float, *, clip_norm: float) -> float:
+    """Return the factor of :func:`clip_` for a norm that is known on the host."""
+    return min(1.0, clip_norm / (norm + _EPS)) if clip_norm else 1.0
 
 
 def clip_(
@@ -50,7 +45,9 @@ def clip_(
     clip_norm: float,
     after_each: Callable[[], None] | None = None,
 ) -> None:
-    """Scale the gradients in place by :func:`clip_factor`, to a global norm of ``clip_norm``.
+    """Scale the gradients in place so that their global norm is at most ``clip_norm``.
+
+    As in :func:`torch.nn.utils.clip_grad_norm_`, the factor is min(1, clip_norm / (norm + 1e-6)).
 
     Args:
         gradients: Gradients by global name, fp32.
@@ -61,7 +58,7 @@ def clip_(
     if clip_norm == 0:
         return
     # Scaling by 1 if nothing is clipped avoids a comparison on the host, which synchronises.
-    factor = clip_factor(norm, clip_norm=clip_norm)
+    factor = torch.clamp(clip_norm / (norm + _EPS), max=1.0)
     if after_each is None:
         torch._foreach_mul_(list(gradients.values()), factor)
         return

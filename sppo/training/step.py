@@ -241,7 +241,7 @@ def run_step(
     sums = StepSums(num_valid, loss, float(norm), state.sharded.owned(state.gradients))
     every, clip_norm = job.run.train.norms_every, job.run.optimizer.clip_norm
     norms = state.norms_by_kind(peers) if every and work.number % every == 0 else None
-    clipped = float(clip_factor(norm, clip_norm=clip_norm))
+    clipped = clip_factor(sums.norm, clip_norm=clip_norm)
     lr = decide(sums)
     if lr is not None:
         state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
