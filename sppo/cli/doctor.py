@@ -42,7 +42,10 @@ _OPTIONAL = (
     ("flash-attn", "flash-attn", "attention on a GPU before Hopper; torch has its own copy"),
     ("pynvml", "nvidia-ml-py", "finds out which GPU this is; without it the plan assumes one"),
     ("tokenizers", "tokenizers", "reads tokenizer.json"),
-    ("tensorboard", "tensorboard", "writes what train.tensorboard=true asks for"),
+    ("tensorboard", "tensorboard", "writes what track.to=tensorboard asks for"),
+    ("wandb", "wandb", "sends a run's records where track.to=wandb says"),
+    ("trackio", "trackio", "sends a run's records where track.to=trackio says"),
+    ("mlflow", "mlflow-skinny", "sends a run's records where track.to=mlflow says"),
 )
 """Name, distribution and use of optional packages."""
 _ANYTHING = (Exception, SystemExit)

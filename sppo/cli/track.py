@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +14,10 @@ from sppo.config.json_file import read_json
 from sppo.config.loading import read_keys
 from sppo.config.start_model import CONFIG_FILE
 from sppo.config.track import TrackConfig
-from sppo.report.display import logging_to
+from sppo.report.lines import for_stderr, print_line
 from sppo.report.tracking.trackers import check_package
-from sppo.training.records.tracking import end_sending, start_sending
+from sppo.training.records.tracking import SendingProcess
+from sppo.training.run_directory import CONFIG_FILE
 
 
 def track(
@@ -47,15 +49,21 @@ def track(
 
         sppo track runs/default --to wandb
     """
-    console = Console()
     with exit_codes():
         chosen = _chosen(directory, to, keys or [])
         for tracker in chosen.to:
             check_package(tracker)
-        with logging_to(console):
-            complete = end_sending(start_sending(directory, chosen, chosen.to)) == 0
+        complete = SendingProcess(directory, chosen, chosen.to, say=_say).end() == 0
     if not complete:
         raise typer.Exit(1)
+
+
+def _say(level: int, text: str) -> None:
+    """Print a message of the process that sends."""
+    if level < logging.WARNING:
+        print_line(text, Console())
+    else:
+        typer.echo(for_stderr(text), err=True)
 
 
 def _chosen(directory: Path, to: list[str] | None, keys: list[str]) -> TrackConfig:

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from threading import Event, Thread
 
@@ -28,6 +27,7 @@ _LONGEST_END_S = 600
 def main() -> None:
     """Send records until the standard input ends; exit with 1 if some could not be sent."""
     handler = logging.StreamHandler(os.fdopen(os.dup(1), "w"))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what packages print, and their processes
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     log = logging.getLogger("sppo")
     log.addHandler(handler)
@@ -36,8 +36,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     request = json.loads(sys.stdin.readline())
     run = TrackedRun(**request["run"])
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        sys.exit(0 if _send(run, request["trackers"]) else 1)
+    sys.exit(0 if _send(run, request["trackers"]) else 1)
 
 
 def _send(run: TrackedRun, trackers: list[TrackerName]) -> bool:

@@ -13,6 +13,7 @@ from sppo.config.track import TrackerName
 from sppo.report.tracking.records import Record, RecordFiles
 from sppo.report.tracking.track_file import Received, TrackFile
 from sppo.report.tracking.trackers import TRACKERS, TrackedRun, Tracker, first_line
+from sppo.units import counted
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +36,7 @@ class Sending:
         self._name, self._run, self._file = name, run, file
         self._tracker: Tracker | None = None
         self._has_failed = False
-        self.num_sent = 0
-        """Number of records that were sent."""
+        self._num_sent = 0
         self.error: Exception | None = None
         """Error for which records are not sent; None if all were."""
 
@@ -73,14 +73,15 @@ class Sending:
                 self._send(tracker, batch, received)
             if is_last:
                 tracker.close()
+                _log.info("%s: %s sent", self._name, counted(self._num_sent, "record"))
             self.error = None
         except Exception as error:  # of any package; the run goes on
             self._tracker, self.error = None, error
             if not self._has_failed:
                 self._has_failed = True
                 _log.warning(
-                    "warning: %s does not receive the run: %s. The run goes on; sppo track %s "
-                    "--to %s sends later what is missing",
+                    "warning: %s does not receive the run: %s; sppo track %s --to %s sends later "
+                    "what is missing",
                     *(self._name, first_line(error), self._run.directory, self._name),
                 )
 
@@ -95,4 +96,4 @@ class Sending:
             received.last_steps = before
             self._file.write()
             raise
-        self.num_sent += len(batch)
+        self._num_sent += len(batch)

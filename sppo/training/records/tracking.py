@@ -8,12 +8,11 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
-from typing import IO
 
 from sppo.config.json_file import read_json
 from sppo.config.run import RunConfig
@@ -30,6 +29,10 @@ _WAIT_S = 30.0
 """Longest time that the end of a run waits for trackers."""
 
 
+Say = Callable[[int, str], None]
+"""Function that is given a level of logging and a message."""
+
+
 @contextmanager
 def tracked(run: RunConfig, output: Path) -> Iterator[None]:
     """Send what the run records during the context to its trackers, from another process.
@@ -37,67 +40,77 @@ def tracked(run: RunConfig, output: Path) -> Iterator[None]:
     Nothing that happens there is an error of the run. At the end of the context the process sends
     the rest, even if this process was killed.
     """
+    names = ", ".join(run.trackers)
     try:
-        process = start_sending(output, run.track, run.trackers)
+        sending = SendingProcess(output, run.track, run.trackers, say=_log.log)
     except (OSError, ValueError) as error:
-        _log.warning("warning: nothing is sent to %s: %s", ", ".join(run.trackers), error)
+        _log.warning("warning: nothing is sent to %s: %s", names, error)
         yield
         return
     try:
         yield
     finally:
         try:
-            end_sending(process, timeout_s=_WAIT_S)
+            sending.end(timeout_s=_WAIT_S)
         except subprocess.TimeoutExpired:
-            _log.warning(
-                "warning: process %d still sends to %s, and goes on after the run",
-                *(process.pid, ", ".join(run.trackers)),
-            )
+            going_on = "warning: process %d still sends to %s, and goes on after the run"
+            _log.warning(going_on, sending.pid, names)
 
 
-def start_sending(
-    output: Path, track: TrackConfig, trackers: Sequence[TrackerName]
-) -> subprocess.Popen[str]:
-    """Start a process that sends the records of a run until :func:`end_sending`.
+class SendingProcess:
+    """Process that sends the records of a run until :meth:`end`, or until this process ends.
 
     Args:
         output: Directory of the run, which has its configuration.
         track: Project, name, group and tags.
         trackers: Names of the trackers.
+        say: Called with each message of the process, by a thread.
 
     Raises:
         OSError: The process cannot be started, or the configuration cannot be read.
         ValueError: The configuration or the plan is damaged.
     """
-    request = {"run": asdict(_described(output, track)), "trackers": list(trackers)}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "sppo.report.tracking"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=with_module_path(os.environ),
-        start_new_session=True,  # without the signals of this process's terminal
-    )
-    assert process.stdin is not None, "it was asked for"
-    assert process.stdout is not None, "it was asked for"
-    Thread(target=_log_lines, args=(process.stdout,), daemon=True).start()
-    with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-    return process
 
+    def __init__(
+        self, output: Path, track: TrackConfig, trackers: Sequence[TrackerName], *, say: Say
+    ) -> None:
+        request = {"run": asdict(_described(output, track)), "trackers": list(trackers)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "sppo.report.tracking"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=with_module_path(os.environ),
+            start_new_session=True,  # without the signals of this process's terminal
+        )
+        self.pid = self._process.pid
+        self._reader = Thread(target=self._pass_on, args=(say,), daemon=True)
+        self._reader.start()
+        assert self._process.stdin is not None, "it was asked for"
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
 
-def end_sending(process: subprocess.Popen[str], *, timeout_s: float | None = None) -> int:
-    """Wait until the rest is sent, and return 0, or another number if something was not sent.
+    def end(self, *, timeout_s: float | None = None) -> int:
+        """Wait until the rest is sent, and return 0, or another number if something was not sent.
 
-    Raises:
-        subprocess.TimeoutExpired: The process did not end in time; it continues.
-    """
-    assert process.stdin is not None, "it was asked for"
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    return process.wait(timeout_s)
+        Raises:
+            subprocess.TimeoutExpired: The process did not end in time; it continues.
+        """
+        assert self._process.stdin is not None, "it was asked for"
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        code = self._process.wait(timeout_s)
+        self._reader.join()
+        return code
+
+    def _pass_on(self, say: Say) -> None:
+        """Pass on the messages of the process until it ends."""
+        assert self._process.stdout is not None, "it was asked for"
+        for line in self._process.stdout:
+            level, _, text = line.rstrip("\n").partition(" ")
+            say(logging.getLevelNamesMapping().get(level, logging.WARNING), text)
 
 
 def _described(output: Path, track: TrackConfig) -> TrackedRun:
@@ -117,10 +130,3 @@ def _described(output: Path, track: TrackConfig) -> TrackedRun:
         tags=track.tags,
         config={**read_json(config_file), **digests},
     )
-
-
-def _log_lines(lines: IO[str]) -> None:
-    """Log the messages of the process until it ends."""
-    for line in lines:
-        level, _, text = line.rstrip("\n").partition(" ")
-        _log.log(logging.getLevelNamesMapping().get(level, logging.WARNING), "%s", text)

@@ -105,7 +105,7 @@ def test_a_tracker_that_fails_is_said_once_and_gets_all_later(run, tmp_path, mon
         assert isinstance(sending.error, ConnectionError)
         assert got == []
     (said,) = caplog.messages
-    assert said.startswith("warning: mlflow does not receive the run: no reach. The run goes on; ")
+    assert said.startswith("warning: mlflow does not receive the run: no reach; ")
     assert f"sppo track {directory} --to mlflow sends later" in said
     assert file.places("mlflow")["there"].last_steps == {}
     sending.send_all(is_last=True)

@@ -1,0 +1,85 @@
+"""``sppo track``: a run's records sent later, and runs whose trackers are not installed."""
+
+import json
+import sys
+
+import pytest
+
+from sppo.output_file import write_json
+from sppo.report.metrics import JsonlSink
+from tests.conftest import call, refuse, succeed, tree, write_run, write_tokens
+from tests.report.test_metrics import _metrics
+from tests.report.tracking.stored import keep_files_in, stored
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    """Directory of a run of three steps, whose run file names a project."""
+    keep_files_in(tmp_path, monkeypatch)
+    out = tmp_path / "out"
+    out.mkdir()
+    write_json(out / "run.json", {"train": {"steps": 3}, "track": {"project": "long"}})
+    _record(out, 1, 2, 3)
+    return out
+
+
+def _record(out, *steps):
+    sink = JsonlSink(out / "metrics.jsonl", resume_step=steps[0] - 1)
+    for step in steps:
+        sink.write(_metrics(step))
+    sink.close()
+
+
+def test_what_was_not_sent_yet_is_sent_later(out, tmp_path):
+    pytest.importorskip("tensorboard")
+    assert "tensorboard: 3 records sent" in succeed("track", "out", "--to", "tensorboard")
+    _record(out, 3, 4)
+    assert "tensorboard: 1 record sent" in succeed("track", "out", "--to", "tensorboard")
+    found = stored("tensorboard", tmp_path)
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
+
+
+def test_another_project_gets_all_of_the_run(out):
+    pytest.importorskip("wandb")
+    for words, sent in ((("name=first",), 3), ((), 0), (("project=other",), 3)):
+        assert f"wandb: {sent} record" in succeed("track", "out", "--to", "wandb", *words)
+    places = json.loads((out / "track.json").read_text())["wandb"]
+    assert list(places) == ["long, offline", "other, offline"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere", "--to", "wandb"], "nowhere: no run.json there"),
+        (["out"], "out: the run names no tracker; give --to TRACKER"),
+        (
+            ["out", "--to", "wandbb"],
+            "trackio, mlflow. Did you mean 'wandb'?",
+        ),
+        (["out", "--to", "mlflow", "nme=x"], "Did you mean 'name'?"),
+        (["out", "--to", "mlflow"], "mlflow needs the package of this name: pip install 'sppo[mlf"),
+    ],
+)
+def test_what_cannot_be_sent(out, monkeypatch, words, says):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    before = tree(out)
+    assert says in refuse("track", *words)
+    assert tree(out) == before
+
+
+def test_a_failure_is_the_exit_code(out, monkeypatch):
+    pytest.importorskip("tensorboard")
+    (out / "tensorboard").write_text("a file, where the events go")
+    result = call("track", "out", "--to", "tensorboard")
+    assert result.exit_code == 1
+    assert "tensorboard does not receive the run" in result.output
+
+
+def test_a_package_that_is_not_there_is_an_error_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    write_tokens(tmp_path / "tokens")
+    write_run(tmp_path / "run.yaml")
+    error = refuse("train", "run.yaml", "track.to=[tensorboard,trackio]")
+    assert "trackio needs the package of this name: pip install 'sppo[trackio]'" in error
+    assert not (tmp_path / "out").exists()
