@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -31,7 +32,7 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
     scaling = run.model.rope_scaling
     of_other_types = {key for keys in ROPE_KEYS.values() for key in keys}
     of_other_types -= set(ROPE_KEYS[scaling.type] if scaling is not None else ())
-    hidden = {"model": {"rope_scaling": of_other_types}}
+    hidden: dict[str, Any] = {"model": {"rope_scaling": of_other_types}}
     if run.train.epochs is not None:  # the number of steps is known when the run starts
         hidden["train"] = {"steps": True}
     values = run.model_dump(mode="json", exclude=hidden)

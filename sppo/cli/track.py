@@ -17,7 +17,6 @@ from sppo.config.track import TrackConfig
 from sppo.report.lines import for_stderr, print_line
 from sppo.report.tracking.trackers import check_package
 from sppo.training.records.tracking import SendingProcess
-from sppo.training.run_directory import CONFIG_FILE
 
 
 def track(

@@ -53,7 +53,7 @@ def parse_json(text: str | bytes, *, source: str, strict: bool = True) -> Any:
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
         if not strict:
-            return json.loads(decoded)
+            return json.loads(decoded, parse_int=_whole_or_float)
         return json.loads(
             decoded,
             parse_int=_whole,
@@ -77,6 +77,11 @@ def _whole(text: str) -> int:
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} digits; at most {_MOST_DIGITS} can be read")
     return int(text)
+
+
+def _whole_or_float(text: str) -> float:
+    """Return the number; a float if it has too many digits for Python to read it as an integer."""
+    return int(text) if len(text) <= _MOST_DIGITS else float(text)
 
 
 def _finite(text: str) -> float:
