@@ -13,6 +13,7 @@ from rich.console import Console
 from sppo.cli.arguments import Json, Overrides, RunFile, parse_length
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.data_needle import needle
+from sppo.cli.data_show import show
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, columns, emit, item_table
 from sppo.config import load_run
@@ -31,6 +32,7 @@ _TELL_EVERY_S = 10.0
 
 app = CommandGroup(help="Write and describe the token data that runs read.")
 app.command()(needle)
+app.command()(show)
 
 
 @app.command()

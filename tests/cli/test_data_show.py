@@ -1,0 +1,87 @@
+"""``sppo data show`` from the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from sppo.data.preparation.prepare import prepare_tokens
+from tests.conftest import call, succeed
+from tests.data.chats import write_tokenizer
+
+TEXT = "Wie heißt du?<|end|>\x1b[31mIch – Qwen ☃"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Token data of two documents made by a tokenizer file, of which the second has a mask."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_tokenizer(tmp_path / "tokenizer", "<|end|>")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoding = backend.encode(TEXT, add_special_tokens=False)
+    np.save("0.npy", encoding.ids[:3])
+    np.save("1.npy", encoding.ids)
+    begin = TEXT.index("\x1b")
+    np.save("1.mask.npy", np.array([start >= begin for start, _ in encoding.offsets]))
+    prepare_tokens([Path("0.npy"), Path("1.npy")], tokenizer="ids", out=Path("tokens"))
+    for name in ("tokens.bin", "documents.npy", "loss_mask.bin"):
+        assert (tmp_path / "tokens" / name).exists()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("Hi\n")
+    prepare_tokens([Path("text")], tokenizer="tokenizer", out=Path("plain"))
+    meta = json.loads(Path("tokens/meta.json").read_text())
+    meta["tokenizer"] = json.loads(Path("plain/meta.json").read_text())["tokenizer"]
+    Path("tokens/meta.json").write_text(json.dumps(meta))
+    return Path("tokens")
+
+
+def test_text_with_marks(data: Path) -> None:
+    text = succeed("data", "show", data, 1)
+    assert "document 1 of 2 (from 0): 36 tokens, 21 trained on (58.3%)" in text
+    assert text.endswith("\nWie heißt du?<|end|>«\\x1b[31mIch – Qwen ☃»\n")
+    only = succeed("data", "show", data, 1, "--trained-only")
+    assert only.endswith("\n«\\x1b[31mIch – Qwen ☃»\n")
+    assert "Wie" not in only
+    assert succeed("data", "show", data).endswith("\n«Wie»\n")
+
+
+def test_json_has_all_ids(data: Path) -> None:
+    found = json.loads(succeed("data", "show", data, 1, "--json"))
+    backend = Tokenizer.from_file("tokenizer/tokenizer.json")
+    assert found["ids"] == backend.encode(TEXT, add_special_tokens=False).ids
+    assert len(found["trained"]) == len(found["ids"])
+    assert sum(found["trained"]) == found["num_trained"]
+    assert "".join(piece["text"] for piece in found["pieces"]) == TEXT
+    assert [piece["trained"] for piece in found["pieces"]] == [False, True]
+
+
+def test_bytes_and_ids_tell_their_own_text(data: Path) -> None:
+    Path("a.txt").write_text("Grüß Gott")
+    prepare_tokens([Path("a.txt")], tokenizer="bytes", out=Path("bytes"))
+    assert succeed("data", "show", "bytes").endswith("\n«Grüß Gott<256>»\n")
+    prepare_tokens([Path("1.npy")], tokenizer="ids", out=Path("ids"))
+    assert "\nids: 54 72 68" in succeed("data", "show", "ids")
+
+
+def test_the_tokenizer_is_the_one_of_the_tokens(data: Path) -> None:
+    shutil.move("tokenizer/tokenizer.json", "tokens/tokenizer.json")
+    assert "Ich" in succeed("data", "show", data, 1)
+    other = write_tokenizer(Path("other"), "<|another|>") / "tokenizer.json"
+    shutil.copy(other, "tokens/tokenizer.json")
+    result = call("data", "show", data)
+    assert result.exit_code == 2
+    assert "tokens/tokenizer.json: not the tokenizer that made these tokens" in result.stderr
+    Path("tokens/tokenizer.json").unlink()
+    result = call("data", "show", data)
+    assert "copy it to tokens/tokenizer.json" in result.stderr
+
+
+def test_documents_that_are_not_there(data: Path) -> None:
+    result = call("data", "show", data, 2)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "tokens: no document 2; there are 2 documents, numbered from 0" in result.stderr
