@@ -50,7 +50,8 @@ class LabelLosses:
         """Return the sums of each document of the sequence.
 
         Args:
-            document_starts: Those of the sequence. A sample of a packed sequence begins at one.
+            document_starts: Those of the sequence, the first of which is 0. Each sample of a packed
+                sequence begins at one.
         """
         return self._sums(self._documents(document_starts), len(document_starts))
 
@@ -58,7 +59,7 @@ class LabelLosses:
         """Return the sums of each range of positions of tokens in their documents.
 
         Args:
-            document_starts: Those of the sequence.
+            document_starts: Those of the sequence, the first of which is 0.
             edges: Ascending ends of all ranges but the last: (64, 128) makes [0, 64), [64, 128)
                 and the rest.
         """
@@ -68,8 +69,7 @@ class LabelLosses:
 
     def _documents(self, document_starts: Sequence[int]) -> NDArray[np.int64]:
         """Return the index of the document of each label."""
-        after = np.searchsorted(document_starts, self.positions_L.numpy(), side="right")
-        return np.maximum(after - 1, 0)
+        return np.searchsorted(document_starts, self.positions_L.numpy(), side="right") - 1
 
     def _sums(self, groups_L: NDArray[np.int64], count: int) -> LabelSums:
         losses_G = np.zeros(count)

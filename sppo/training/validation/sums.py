@@ -3,19 +3,20 @@
 The mean loss is the sum over all labels divided by their number, both over all replicas. It is the
 same for any degrees of parallelism and any packing, up to rounding in fp64.
 
-Legend: S tokens of a row, L labels that count.
+A sample is an exact match if all its labels are the most likely tokens, each after the true ones:
+if only the tokens of an answer count, greedy generation would give this answer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.label_losses import LabelLosses
-from sppo.engine.unit import SequenceData, document_positions
+from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.evaluated_rows import Row
 from sppo.training.validation.rows import sample_of_tokens
@@ -41,15 +42,33 @@ class SetLosses:
     """Sum of the losses of all labels, in nats."""
     num_labels: int
     by_position: tuple[PositionLoss, ...]
-    sample_losses: Tensor
-    """Sum of the losses of each sample, float64 [samples]."""
-    sample_labels: Tensor
-    """Number of labels of each sample, int64 [samples]."""
+    sample_losses: NDArray[np.float64]
+    """Sum of the losses of each sample."""
+    sample_labels: NDArray[np.int64]
+    """Number of labels of each sample."""
+    sample_correct: NDArray[np.int64]
+    """Number of labels of each sample that are predicted greedily."""
 
     @property
     def loss(self) -> float:
         """Mean loss over all labels; NaN if the set has none."""
-        return self.total_loss / self.num_labels if self.num_labels else float("nan")
+        return _share(self.total_loss, self.num_labels)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the labels that are predicted greedily; NaN if the set has none."""
+        return _share(int(self.sample_correct.sum()), self.num_labels)
+
+    @property
+    def exact(self) -> float:
+        """Share of exact matches among the samples that have labels; NaN if there are none."""
+        has_labels = self.sample_labels > 0
+        matches = has_labels & (self.sample_correct == self.sample_labels)
+        return _share(int(matches.sum()), int(has_labels.sum()))
+
+
+def _share(part: float, whole: int) -> float:
+    return part / whole if whole else float("nan")
 
 
 class LossSums:
@@ -61,58 +80,45 @@ class LossSums:
     """
 
     def __init__(self, *, length: int, num_samples: int) -> None:
-        self._losses_S = torch.zeros(length, dtype=torch.float64)
-        self._counts_S = torch.zeros(length, dtype=torch.int64)
-        self._of_samples = torch.zeros(num_samples, dtype=torch.float64)
-        self._counts_of_samples = torch.zeros(num_samples, dtype=torch.int64)
+        self._bins = bins_of(length)
+        # Columns: losses, labels, correct predictions.
+        self._of_bins, self._of_samples = np.zeros((len(self._bins), 3)), np.zeros((num_samples, 3))
 
     def add(self, samples: TrainingData, row: Row, data: SequenceData, found: LabelLosses) -> None:
-        """Add the losses of some labels of a row.
+        """Add the losses of a row.
 
         Args:
             samples: Samples of the set.
-            row: Row of the labels.
+            row: Row of the tokens.
             data: Tokens and labels of the row, on the host.
-            found: Losses of the labels.
+            found: Losses of its labels that this rank has.
         """
-        losses_L = found.losses_L.double().cpu()
-        positions_L = document_positions(len(data.tokens_S), data.document_starts)[
-            found.positions_L
-        ]
-        ones_L = torch.ones_like(positions_L)
-        self._losses_S.index_add_(0, positions_L, losses_L)
-        self._counts_S.index_add_(0, positions_L, ones_L)
-        if row.samples:
-            samples_L = torch.tensor(row.samples)[sample_of_tokens(samples, row)[found.positions_L]]
-            self._of_samples.index_add_(0, samples_L, losses_L)
-            self._counts_of_samples.index_add_(0, samples_L, ones_L)
+        if not row.samples:
+            return
+        starts = data.document_starts
+        of_bins = found.by_position(starts, [end for _, end in self._bins[:-1]])
+        self._of_bins += np.stack(of_bins, 1)
+        places = sample_of_tokens(samples, row)[list(starts)].numpy()
+        of_documents = np.stack(found.by_document(starts), 1)
+        np.add.at(self._of_samples, np.array(row.samples)[places], of_documents)
 
     def over_ranks(self, peers: HostCollectives) -> SetLosses:
         """Return the losses of all ranks. Collective."""
-        bins = bins_of(len(self._losses_S))
-        of_bins, counts_of_bins = (
-            [table[slice(*edges)].sum() for edges in bins]
-            for table in (self._losses_S, self._counts_S)
-        )
-        mine = [
-            torch.stack([self._losses_S.sum(), *of_bins]),
-            torch.stack([self._counts_S.sum(), *counts_of_bins]),
-            self._of_samples,
-            self._counts_of_samples,
-        ]
-        told = torch.tensor(peers.total(torch.cat(mine).tolist()), dtype=torch.float64)
-        losses, counts, of_samples, of_counts = torch.split(told, [len(table) for table in mine])
-        (total_loss, *of_bins), (num_labels, *of_counts_of_bins) = losses.tolist(), counts.tolist()
+        mine = np.concatenate([self._of_bins, self._of_samples])
+        told = np.array(peers.total(mine.ravel().tolist())).reshape(mine.shape)
+        losses, labels, _ = told[: len(self._bins)].T
+        of_samples, sample_labels, sample_correct = told[len(self._bins) :].T
         return SetLosses(
-            total_loss,
-            round(num_labels),
+            float(losses.sum()),
+            round(labels.sum()),
             tuple(
-                PositionLoss(*edges, loss / count, round(count))
-                for edges, loss, count in zip(bins, of_bins, of_counts_of_bins, strict=True)
+                PositionLoss(*edges, float(loss / count), round(count))
+                for edges, loss, count in zip(self._bins, losses, labels, strict=True)
                 if count
             ),
             of_samples,
-            of_counts.round().long(),
+            sample_labels.astype(np.int64),
+            sample_correct.astype(np.int64),
         )
 
 
