@@ -25,6 +25,8 @@ from torch.distributed import ProcessGroup
 
 from sppo.checkpoint.files import (
     METADATA_FILE,
+    best_checkpoint,
+    link_best,
     list_checkpoints,
     partial_path,
     publish,
@@ -133,6 +135,8 @@ class CheckpointManager:
         )
         self._in_flight: Future[None] | None = None
         self._current_step: int | None = None
+        self._is_best = False
+        """Whether the checkpoint that is being written is the best one."""
         self._damaged: set[Path] = set()
 
     def save(
@@ -141,10 +145,11 @@ class CheckpointManager:
         *,
         step: int,
         metadata: Mapping[str, Any],
+        is_best: bool = False,
     ) -> None:
-        """Write the checkpoint of ``step``, then delete all but the newest ``keep``.
+        """Write the checkpoint of ``step``, then delete all but the newest ``keep`` and the best.
 
-        Does nothing if ``step`` was the last step saved or loaded. With ``async_save`` the method
+        Writes nothing if ``step`` was the last step saved or loaded. With ``async_save`` the method
         returns when the state is copied; the caller may then change the tensors.
 
         Args:
@@ -152,6 +157,7 @@ class CheckpointManager:
                 tensors. Blocks that several ranks hold are written once.
             step: Number of optimizer steps done.
             metadata: JSON-able metadata, see :func:`run_metadata`; that of rank 0 is saved.
+            is_best: Whether the link to the best checkpoint is to point here.
 
         Raises:
             CheckpointError: This save, or the previous background save, failed on any rank. Partial
@@ -160,7 +166,10 @@ class CheckpointManager:
         """
         self.wait()
         if step == self._current_step:
+            if is_best:
+                self._ranks.decided_by_main(lambda: self._link_best(step))
             return
+        self._is_best = is_best
         blocks = as_blocks(state)
         sizes = self._ranks.told_to_main(lambda: block_bytes(blocks))
         needed = self._ranks.decided_by_main(lambda: self._make_room(sizes, step=step))
@@ -327,13 +336,22 @@ class CheckpointManager:
         size = format_bytes(sum(file.size_bytes for files in sums for file in files.values()))
         target = self.directory / step_name(step)
         _logger.info("saved %s (%s) in %s", target, size, format_duration(took_s))
+        if self._is_best:
+            self._link_best(step)
         self._prune(step)
 
+    def _link_best(self, step: int) -> None:
+        try:
+            link_best(self.directory, step=step)
+        except OSError as error:
+            _logger.warning("the best checkpoint cannot be linked: %s", error.strerror)
+
     def _prune(self, step: int) -> None:
-        """Delete all but the newest ``keep`` checkpoints, and the damaged ones except ``step``."""
+        """Delete all but the best and the newest ``keep``, and the damaged ones except ``step``."""
         damaged = {path for path in self._damaged if path.name != step_name(step)}
         whole = [path for _, path in list_checkpoints(self.directory) if path not in damaged]
-        for path in [*whole[self._keep :], *damaged]:
+        best = best_checkpoint(self.directory)
+        for path in [*(path for path in whole[self._keep :] if path != best), *damaged]:
             try:
                 remove_checkpoint(path)
             except OSError as error:

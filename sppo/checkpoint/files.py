@@ -1,7 +1,8 @@
 """Checkpoint directories: their names, and their creation and deletion by one rename each.
 
-``checkpoints/step_000012/`` is always complete. ``step_000012.partial-<pid>`` is being written, and
-``step_000012.deleting-<pid>`` is being deleted; if found later, both are leftovers of a killed run.
+``checkpoints/step_000012/`` is always complete; ``best`` is a link to the best of them.
+``step_000012.partial-<pid>`` is being written, and ``step_000012.deleting-<pid>`` is being deleted;
+if found later, both are leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from sppo.output_file import sync_directory
 CHECKPOINTS_DIRECTORY = "checkpoints"
 """Name of the directory of checkpoints in a run's output directory."""
 
+BEST = "best"
+"""Name of the link to the best checkpoint, if a run keeps it."""
+
 METADATA_FILE = "metadata.json"
 """File of a checkpoint with the configuration of the run and its position in the data."""
 
 _logger = logging.getLogger(__name__)
 _COMPLETE = re.compile(r"step_(\d{6,})")
-_LEFTOVER = re.compile(r"step_\d{6,}\.(?:partial|deleting)-\d+")
+_LEFTOVER = re.compile(r"(?:step_\d{6,}|best)\.(?:partial|deleting)-\d+")
 
 
 def step_name(step: int) -> str:
@@ -72,6 +76,21 @@ def publish(partial: Path, target: Path) -> None:
         shutil.rmtree(aside)
 
 
+def link_best(directory: Path, *, step: int) -> None:
+    """Make the checkpoint of ``step`` the best one: one rename of a link."""
+    link = directory / f"{BEST}.partial-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(step_name(step))
+    link.replace(directory / BEST)
+    sync_directory(directory)
+
+
+def best_checkpoint(directory: Path) -> Path | None:
+    """Return the path of the best checkpoint, which may be gone; None if none is kept."""
+    link = directory / BEST
+    return directory / link.readlink() if link.is_symlink() else None
+
+
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint; rename it first, so that a kill leaves no partial checkpoint."""
     shutil.rmtree(_set_aside(path))
@@ -94,4 +113,4 @@ def remove_leftovers(directory: Path) -> None:
     for path in sorted(directory.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             _logger.info("removing %s, left by a run that was killed", path)
-            shutil.rmtree(path)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)

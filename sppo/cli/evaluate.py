@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -87,7 +87,7 @@ def evaluate(
         if png is not None:
             _draw(found, png)
     emit(
-        lambda: _without_nan(asdict(found)),
+        lambda: finite_or_none(asdict(found)),
         lambda: chain(_screen(found), written(png)),
         as_json=json_output,
     )
@@ -97,15 +97,6 @@ def _show_progress(done: int, total: int) -> None:
     """Print a line for every tenth of the sequences."""
     if done * _PROGRESS_LINES // total > (done - 1) * _PROGRESS_LINES // total:
         print_line(f"sequence {done} of {total}", Console())
-
-
-def _without_nan(value: Any) -> Any:
-    """Return a copy of `value` with None for NaN and infinity, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(inner) for inner in value]
-    return finite_or_none(value)
 
 
 def _draw(found: Evaluation, path: Path) -> None:

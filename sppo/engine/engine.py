@@ -338,6 +338,11 @@ class Engine:
         if self._gradients is not None and self._gradients.streamed is not None:
             self._gradients.streamed.arrive()
 
+    def free_unused(self) -> None:
+        """Free memory that is kept from step to step: the stack, and buffers of K and V."""
+        self._store.retained.close()
+        self._kv.close()
+
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
         peaks = EnginePeaks(

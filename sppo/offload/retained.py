@@ -107,7 +107,7 @@ class RetainedTensors:
             tensor.fill_(float("nan"))
 
     def close(self) -> None:
-        """Drop all tensors and the stack."""
+        """Drop all tensors and the stack, which the next :meth:`reserve` allocates again."""
         self._tensors.clear()
         self._lent.clear()
         self._arena = None

@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
@@ -18,8 +18,9 @@ from sppo.output_file import write_text
 _logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+Record = TypeVar("Record")
 
-_NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """Number that may not be finite, and is null in the file then."""
 
 
@@ -29,15 +30,15 @@ class StepMetrics:
 
     step: int
     """Number of the step, counted from 1."""
-    loss: _NanIfNull
+    loss: NanIfNull
     """Mean cross entropy in nats per label; may be NaN or infinite in a step whose update was
     skipped, and is NaN in a step without valid labels."""
-    grad_norm: _NanIfNull
+    grad_norm: NanIfNull
     """Global norm of the gradients before clipping."""
     clipped: float | None = None
     """Factor by which gradients were scaled to ``optimizer.clip_norm``; 1 if they were not clipped,
     None if the update was skipped and in files of older versions."""
-    norms: dict[str, dict[str, _NanIfNull]] | None = None
+    norms: dict[str, dict[str, NanIfNull]] | None = None
     """Norms of weights and of gradients before clipping, ``weight`` and ``gradient``, by kind of
     parameter: embed, attention, mlp, norm, head. Every ``train.norms_every`` steps, else None."""
     lr: float
@@ -106,41 +107,39 @@ class StepMetrics:
     """True if the update was skipped: loss or gradients were not finite, or no label was valid."""
 
 
-_ADAPTER = TypeAdapter(StepMetrics)
-
-
 class JsonlSink:
-    """Sink that writes one JSON object per line and step, unbuffered; non-finite numbers are null.
+    """Sink that writes one JSON object per line and record; non-finite numbers are null.
 
-    A line that does not fit on the disk is removed again, so every line of the file is complete.
+    Lines that do not fit on the disk are removed again, so every line of the file is complete.
 
     Args:
         path: Path of the file, which is appended to, or created.
         resume_step: Number of steps done before; 0 for a new run. Lines of later steps, written by
             a run that ended before its next checkpoint, are removed, and so are incomplete lines,
-            so that the file has each step once.
+            so that the file has each record once.
+        kind: Type of the records, a dataclass with a ``step``.
 
     Raises:
         OSError: The file cannot be written.
     """
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
+    def __init__(self, path: Path, *, resume_step: int, kind: type[Any] = StepMetrics) -> None:
         if path.exists():
-            records = _records(path).items()
-            text = "".join(f"{line}\n" for step, (_, line) in records if step <= resume_step)
+            records = _records(path, kind).values()
+            text = "".join(f"{line}\n" for record, line in records if record.step <= resume_step)
             if text != path.read_text(encoding="utf-8", errors="replace"):
                 write_text(path, text)
         self._path = path
         self._file = path.open("ab", buffering=0)
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append the metrics of one step as a line of JSON, unbuffered."""
-        record = {name: finite_or_none(value) for name, value in asdict(metrics).items()}
-        line = (json.dumps(record, allow_nan=False) + "\n").encode("utf-8")
+    def write(self, *records: Any) -> None:
+        """Append records as lines of JSON, unbuffered: all of them, or on an error none."""
+        lines = (json.dumps(finite_or_none(asdict(record)), allow_nan=False) for record in records)
+        left = "".join(f"{line}\n" for line in lines).encode("utf-8")
         whole_bytes = os.fstat(self._file.fileno()).st_size
         try:
-            while line:
-                line = line[self._file.write(line) or 0 :]
+            while left:
+                left = left[self._file.write(left) or 0 :]
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(whole_bytes)
@@ -162,26 +161,37 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a run writes {METRICS_FILE} into its output")
-    records = _records(path)
-    return [records[step][0] for step in sorted(records)]
+    records = _records(path, StepMetrics)
+    return [records[key][0] for key in sorted(records)]
+
+
+def read_records(path: Path, kind: type[Record]) -> list[Record]:
+    """Return the records of a file of JSON lines in their order; [] if there is no file.
+
+    Lines that are not complete records are left out with a warning.
+    """
+    return [record for record, _ in _records(path, kind).values()] if path.is_file() else []
 
 
 def finite_or_none(value: Any) -> Any:
     """Return ``value`` with None for NaN and infinite floats, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: finite_or_none(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_none(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _records(path: Path) -> dict[int, tuple[StepMetrics, str]]:
-    """Return the metrics in each line that is the complete record of a step, and the line."""
-    found: dict[int, tuple[StepMetrics, str]] = {}
+def _records(path: Path, kind: type[Record]) -> dict[Any, tuple[Record, str]]:
+    """Return the record in each line that is a complete one, and the line, by step and set."""
+    found: dict[Any, tuple[Record, str]] = {}
     left_out: list[int] = []
+    adapter = TypeAdapter(kind)
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            metrics = _ADAPTER.validate_json(line, strict=True)
-            found[metrics.step] = metrics, line
+            record: Any = adapter.validate_json(line, strict=True)
+            found[record.step, getattr(record, "set", "")] = record, line
         except ValidationError:
             if line.strip("\0 \t\r"):  # a crash of the machine can leave zeros
                 left_out.append(number)

@@ -100,6 +100,23 @@ class TimelineSummary:
     """Share of all ranks' time between actions; predicted, also waits for copies."""
 
 
+@dataclass(frozen=True, slots=True)
+class ValidationSummary:
+    """Validations of a call of training."""
+
+    count: int
+    seconds: Pair
+    """Median time of a validation, predicted and measured."""
+    peak_bytes: Pair
+    """Peak memory of the device in a validation, predicted and measured."""
+    watched: str
+    """Set and measure by which weights are compared, such as `held_out.loss`."""
+    best: float | None
+    """Best value so far; null if none was a number."""
+    best_step: int
+    """Step of the best value."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Figures of a whole run; None if unknown. Rates are medians over the steps."""
@@ -153,6 +170,10 @@ class RunSummary:
     """Copies of a step; null where the plan offloads nothing."""
     interrupted_by: str | None = None
     """Signal that ended the run early; null if none did."""
+    stopped_early: str | None = None
+    """Why the run ended before its last step; left out unless its validations did not improve."""
+    validation: ValidationSummary | None = None
+    """Validations of the process that ran the last steps; left out if it made none."""
     program_digest: str | None = None
     """Of the actions that the ranks executed in the last step; that of `plan.json` where steps are
     alike. Left out if the process ran no step."""
@@ -206,13 +227,13 @@ def run_summary(
 
 
 def write_summary(summary: RunSummary, path: Path) -> None:
-    """Write a summary atomically, without figures of the last step if the process ran none.
+    """Write a summary atomically, without what only some runs have.
 
     Raises:
         OSError: The disk is full, or failed.
     """
     found = asdict(summary)
-    for key in ("program_digest", "timeline"):
+    for key in ("program_digest", "timeline", "stopped_early", "validation"):
         if found[key] is None:
             del found[key]
     write_json(path, found)
@@ -309,6 +330,9 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
     for label, value, show in known:
         if value is not None:
             yield label, show(value)
+    found = summary.validation
+    if found is not None and found.best is not None:
+        yield f"best {found.watched}", f"{found.best:.4g} at step {found.best_step}"
     error = summary.prediction_error
     if error is not None and error.corrected is not None and error.uncorrected is not None:
         of = f"{counted(error.steps, 'step')}, {_percent(error.uncorrected)} before correction"
@@ -325,6 +349,8 @@ def _comparisons(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
         times["waiting for copies"] = copies.exposed_s
     if timeline is not None:
         times["actions of the last step"] = timeline.makespan_s
+    if summary.validation is not None:
+        times["validation"] = summary.validation.seconds
     for name, pair in times.items():
         if pair != Pair(None, None):
             yield _row(f"{name} time", pair, show=format_duration)
@@ -334,7 +360,10 @@ def _comparisons(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
         yield _row("copies out rate", copies.out_bytes_per_s, show=_rate)
         yield _row("copies back rate", copies.back_bytes_per_s, show=_rate)
         yield _row("disk file", copies.disk_bytes, show=format_bytes)
-    for name, pair in summary.memory_bytes.items():
+    memory = dict(summary.memory_bytes)
+    if summary.validation is not None:
+        memory["validation"] = summary.validation.peak_bytes
+    for name, pair in memory.items():
         yield _row(f"{name} memory", pair, show=format_bytes)
 
 

@@ -6,7 +6,6 @@ better.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
+from sppo.report.validation import perplexity_of
 from sppo.training.devices.device import Device
 from sppo.training.job import Job
 from sppo.training.starting_checkpoint import starting_checkpoint
@@ -40,7 +40,6 @@ _NO_LABEL = (
     "{directory}: no label of its first {counted} counts: the first token of an isolated document "
     "is nobody's label, nor is one that a loss mask leaves out"
 )
-_LARGEST_EXPONENT = 700
 _NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
 """Keys of the model section that do not change the function that the model computes."""
 
@@ -116,7 +115,7 @@ def evaluate(
         raise ValueError(_NO_LABEL.format(directory=data.directory, counted=counted))
     return Evaluation(
         found.loss,
-        math.exp(found.loss) if found.loss < _LARGEST_EXPONENT else math.inf,
+        perplexity_of(found.loss),
         found.num_labels,
         count,
         found.by_position,

@@ -12,6 +12,7 @@ from sppo.config import RunConfig
 from sppo.config.problems import Problem
 from sppo.cost.parameter_groups import check_groups
 from sppo.cost.parameters import parameter_shapes
+from sppo.data.evaluated_sets import open_set
 from sppo.data.mixture import check_mixture
 from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.data.samples.epochs import with_steps
@@ -57,6 +58,8 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
         yield from problems_of_check(
             "data.eval_tokens", data.eval_tokens, lambda: open_evaluated(run)
         )
+    for name, own in run.evaluated_sets.items():
+        yield from problems_of_check(set_key(name), own.tokens, partial(open_set, run, name))
     if weights is not None:
         files = Path(weights)
         yield from problems_of_check(

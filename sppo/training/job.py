@@ -155,6 +155,7 @@ def _configuration(run: RunConfig) -> dict[str, str]:
     """Return the configuration keys, flattened, whose values must be the same on all ranks."""
     facts = flat_facts(run.model_dump(mode="json"))
     may_differ = _MAY_DIFFER | run.data.directories.keys()
+    may_differ |= set(map(set_key, run.evaluated_sets))
     return {name: value for name, value in facts.items() if name not in may_differ}
 
 
@@ -162,15 +163,20 @@ def input_facts(run: RunConfig, sources: Sequence[TokenData]) -> dict[str, str]:
     """Return the facts about a rank's inputs that all ranks compare, by name."""
     told: dict[str, str] = {}
     for key, data in zip(run.data.directories, sources, strict=True):
-        told |= {f"{key}, {name}": fact for name, fact in _token_facts(data).items()}
+        told |= token_facts(key, data)
     if run.hf_weights is not None:
         for file in sorted(Path(run.hf_weights).glob("*.safetensors")):
             told[f"model.from_hf, sample of {file.name}"] = fingerprint(file)
     return told
 
 
-def _token_facts(data: TokenData) -> dict[str, str]:
-    """Return the facts about token data that all ranks compare, by name."""
+def token_facts(key: str, data: TokenData) -> dict[str, str]:
+    """Return the facts about token data that all ranks compare, by name.
+
+    Args:
+        key: Key of the run file that names the data.
+        data: Open token data.
+    """
     meta = data.meta
     compared = ("dtype", "num_tokens", "tokens_sha256", "num_documents", "vocab_size")
     facts = {
@@ -182,7 +188,7 @@ def _token_facts(data: TokenData) -> dict[str, str]:
     }
     if data.loss_mask is not None:
         facts[f"sample of {LOSS_MASK_FILE}"] = fingerprint(data.directory / LOSS_MASK_FILE)
-    return {name: str(fact)[:_SHOWN_DIGITS] for name, fact in facts.items()}
+    return {f"{key}, {name}": str(fact)[:_SHOWN_DIGITS] for name, fact in facts.items()}
 
 
 def fingerprint(path: Path) -> str:

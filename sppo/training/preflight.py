@@ -47,6 +47,7 @@ from sppo.training.starting_checkpoint import (
 )
 from sppo.training.starting_weights import check_weights
 from sppo.training.state import may_offload
+from sppo.training.validation.checked import CheckedValidation, check_validation
 from sppo.units import format_bytes
 
 
@@ -62,6 +63,8 @@ class CheckedRun:
     """Attention back ends of the plan and of this machine."""
     start: Checkpoint | None = None
     """Checkpoint of another run that the run starts from; None if it has one of its own."""
+    validation: CheckedValidation | None = None
+    """Sets that are evaluated between steps; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
     attention = peers.done_by_all(lambda: check_attention(run, plan, device))
     peers.done_by_all(lambda: check_room(run, plan, free))
     peers.decided_by_main(lambda: check_first_checkpoint(run))
-    return CheckedRun(job, data, plan, attention, start)
+    return CheckedRun(job, data, plan, attention, start, check_validation(job, plan))
 
 
 def _start(run: RunConfig) -> Checkpoint | None:
@@ -322,7 +325,8 @@ def check_first_checkpoint(run: RunConfig) -> None:
     A run that has checkpoints is not checked: its next save removes what a killed save left behind.
     """
     config, directory = run.checkpoint, Path(run.train.output) / CHECKPOINTS_DIRECTORY
-    if not (config.at_end or config.every) or list_checkpoints(directory):
+    keeps_best = run.validation is not None and run.validation.keep_best
+    if not (config.at_end or config.every or keeps_best) or list_checkpoints(directory):
         return
     disk = shutil.disk_usage(next(path for path in directory.absolute().parents if path.is_dir()))
     moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]

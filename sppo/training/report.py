@@ -29,6 +29,7 @@ from sppo.report.run_summary import (
     CopiesSummary,
     Pair,
     RunSummary,
+    ValidationSummary,
     print_summary,
     read_summary,
     run_summary,
@@ -102,6 +103,8 @@ def announce(checked: CheckedRun) -> None:
         say("state", f"{tiers.text()}{where}: {format_bytes(behind)}")
     if plan.offloads_anything:
         say("offload", _offloads(run, plan))
+    if checked.validation is not None:
+        say("validate", checked.validation.plan.text())
     say("output", run.train.output)
     say("attention", attention_text(checked.attention))
 
@@ -167,11 +170,10 @@ def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> No
     run, console, output = checked.job.run, checked.job.console, outcome.output
     draw_loss = partial(loss_plot, output / METRICS_FILE, terms=run.train.beside_cross_entropy)
     if _was_done(outcome):
-        print_line(
-            f"{output}: all {run.train.steps} steps were done before, nothing to do; "
-            "raise train.steps to go on",
-            console,
-        )
+        done = f"{output}: all {run.train.steps} steps were done before, nothing to do; "
+        early = outcome.stopped_early is not None
+        text = _early_end(run, outcome) if early else f"{done}raise train.steps to go on"
+        print_line(text, console)
         if not (output / LOSS_PLOT).exists():
             _write({LOSS_PLOT: draw_loss}, outcome, console=console)
         return
@@ -186,6 +188,8 @@ def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> No
     print_summary(summary, console=console)
     written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
     print_line(f"{output}: {', '.join(written)}", console)
+    if outcome.stopped_early is not None:
+        print_line(_early_end(run, outcome), console)
     if outcome.interrupted_by is not None:
         print_line(
             f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
@@ -193,6 +197,14 @@ def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> No
             console,
         )
         print_line(command, console, wraps=False)
+
+
+def _early_end(run: RunConfig, outcome: TrainingOutcome) -> str:
+    """Return why a run ended early, and how it goes on."""
+    return (
+        f"ended early after step {outcome.done_steps} of {run.train.steps}: "
+        f"{outcome.stopped_early}; to go on, raise validation.stop_after"
+    )
 
 
 def _timeline_writers(step: StepTimelines) -> dict[str, Writer]:
@@ -256,8 +268,30 @@ def summarize(
         attention=checked.attention,
         copies=copies_summary(plan, outcome.copies),
         interrupted_by=outcome.interrupted_by,
+        stopped_early=outcome.stopped_early,
+        validation=_validation(checked, outcome),
         program_digest=None if last is None else last.measured.schedule.digest(),
         timeline=None if last is None else last.summary,
+    )
+
+
+def _validation(checked: CheckedRun, outcome: TrainingOutcome) -> ValidationSummary | None:
+    """Return the figures of the validations of this call; None if it made none."""
+    if checked.validation is None or outcome.progress is None:
+        return None
+    plan, base, progress = checked.validation.plan, outcome.base, outcome.progress
+    rank = checked.job.mesh.at.pipeline
+    predicted = max(
+        own.memory[rank].total_bytes - own.memory[rank].communicators_bytes for own in plan.sets
+    )
+    held_bytes = base.held_bytes - base.warm_up_bytes + outcome.file_bytes
+    return ValidationSummary(
+        len(outcome.validation_s),
+        Pair(plan.seconds, median(outcome.validation_s)),
+        Pair(predicted, outcome.validation_peak_bytes - held_bytes),
+        ".".join(checked.validation.watched),
+        progress.best,
+        progress.best_step,
     )
 
 

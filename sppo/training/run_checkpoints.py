@@ -153,13 +153,21 @@ class RunCheckpoints:
         request.unlink(missing_ok=True)
         return True
 
-    def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
+    def save(
+        self,
+        step: int,
+        *,
+        sequences_consumed: int,
+        more: Mapping[str, Any],
+        is_best: bool = False,
+    ) -> str | None:
         """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.
 
         Args:
             step: Number of steps done.
             sequences_consumed: Number of sequences, or samples, that these steps consumed.
             more: Further metadata that the next steps need to resume.
+            is_best: Whether this is the best checkpoint so far, which is kept.
         """
         self._peers.decided_by_main(lambda: require_output(self._output))
         began, state = time.monotonic(), self._state.optimizer.state()
@@ -173,7 +181,8 @@ class RunCheckpoints:
             tokens_sha256=self._tokens_sha256,
             more={**more, **({} if self._start is None else {"start": self._start})},
         )
-        self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
+        saved = self._state.sharded.saved(state)
+        self._manager.save(saved, step=step, metadata=metadata, is_best=is_best)
         self._state.drop_pages()
         self._saved_at = time.monotonic()
         self._saving_s = self._saved_at - began

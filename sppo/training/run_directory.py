@@ -22,6 +22,7 @@ from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE
 from sppo.report.tracking.track_file import TRACK_FILE
 from sppo.report.tracking.trackers import TENSORBOARD_DIRECTORY
+from sppo.report.validation import VALIDATION_FILE
 
 PLAN_FILE = "plan.json"
 SUMMARY_FILE = "run_summary.json"
@@ -30,6 +31,7 @@ TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"
 _LOCK_FILE = ".lock"
 RESULT_FILES = (
     METRICS_FILE,
+    VALIDATION_FILE,
     SUMMARY_FILE,
     LOSS_PLOT,
     TIMELINE_PLOT,
@@ -43,6 +45,7 @@ _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 _MAY_CHANGE = frozenset(
     {
         *("activations", "checkpoint", "hardware", "parallel", "planning", "state", "track"),
+        "validation",
         *("data.eval_tokens", "optimizer.offload"),
         *(
             f"sequence.{key}"
@@ -58,10 +61,10 @@ _MAY_CHANGE = frozenset(
         *("train.norms_every", "train.output"),
     }
 )
-"""Sections and keys that may change when a run is resumed: its length, how often it is saved and
-displayed, the number of ranks, how sequences are cut and what is recomputed (none of which changes
-what is learnt), the data of evaluations, trackers, and ``optimizer.offload``, a key of an earlier
-version."""
+"""Sections and keys that may change when a run is resumed: its length, how often it is saved,
+validated and displayed, the number of ranks, how sequences are cut and what is recomputed (none of
+which changes what is learnt), the data of evaluations, trackers, and ``optimizer.offload``, a key
+of an earlier version."""
 
 
 def check_output(run: RunConfig) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
-from sppo.report.metrics import StepMetrics
+from sppo.report.metrics import StepMetrics, read_records
+from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from sppo.schedule.actions import Action
 from sppo.training.interruption import Interrupted, NonFiniteError, StopRequest
 from sppo.training.preflight import CheckedRun
@@ -37,6 +38,7 @@ from sppo.training.step import (
     StepWork,
     run_step,
 )
+from sppo.training.validation.validator import Validator
 from sppo.training.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
@@ -99,7 +101,14 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
         else:
             source = SequenceSteps(job, data, plan)
         with closing(source), job.progress.failing():
-            loop = StepLoop(checked, state, outcome, checkpoints=checkpoints, source=source)
+            loop = StepLoop(
+                checked,
+                state,
+                outcome,
+                checkpoints=checkpoints,
+                source=source,
+                validator=_validator(checked, state, output=output, first_step=first_step),
+            )
             loop.run(consumed=int(metadata.get("sequences_consumed", 0)))
         outcome.file_bytes = max(0, job.device.file_bytes() - base.file_bytes)
         exposed_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
@@ -107,6 +116,19 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
             job, plan, outcome.last_work, outcome.last_step, exposed_copy_s=exposed_s
         )
     return outcome
+
+
+def _validator(
+    checked: CheckedRun, state: TrainingState, *, output: Path, first_step: int
+) -> Validator | None:
+    """Return the validations of a run, after those of its steps so far; None without any."""
+    if checked.validation is None:
+        return None
+    records = checked.job.peers.decided_by_main(
+        lambda: read_records(output / VALIDATION_FILE, ValidationMetrics)
+    )
+    history = [record for record in records if record.step <= first_step]
+    return Validator(checked.job, state, checked.validation, history=history)
 
 
 class StepLoop:
@@ -120,12 +142,13 @@ class StepLoop:
         *,
         checkpoints: RunCheckpoints,
         source: StepSource,
+        validator: Validator | None,
     ) -> None:
         job, plan = checked.job, checked.plan
         run, peers = job.run, job.peers
         self._job, self._run, self._peers = job, run, peers
         self._state, self._outcome, self._source = state, outcome, source
-        self._data = checked.data
+        self._data, self._validator = checked.data, validator
         self._checkpoints, self._records = checkpoints, StepRecords(job, outcome)
         self._consumed = 0
         """Number of sequences, or samples, that all earlier steps consumed."""
@@ -154,11 +177,15 @@ class StepLoop:
         outcome, total, self._consumed = self._outcome, self._run.train.steps, consumed
         with self._records.opened(), StopRequest() as stop:
             try:
+                self._validate_if_due(stop)
                 for step in range(outcome.first_step, total):
+                    if self._ends_early():
+                        break
                     self._save_if(self._agree_to_go_on(stop))
                     metrics = self._step(step, stop)
                     outcome.done_steps = step + 1
                     self._records.record(metrics)
+                    self._validate_if_due(stop)
                     self._save_if(self._checkpoints.is_due_by_step(step + 1))
             except Interrupted:
                 outcome.interrupted_by = stop.signal_name or self._stopped_by
@@ -208,6 +235,43 @@ class StepLoop:
                 "same command goes on"
             )
             raise faults[0]
+
+    # A validation
+
+    def _validate_if_due(self, stop: StopRequest) -> None:
+        """Evaluate the sets if that is due, and keep the state if it is the best so far.
+
+        Raises:
+            Interrupted: A rank received a signal, or failed to record a step; nothing is recorded
+                of the validation.
+        """
+        done, validator = self._outcome.done_steps, self._validator
+        if validator is None or not validator.is_due(done):
+            return
+        progress, alone = self._job.progress, not self._job.mesh.is_distributed
+
+        def before_action(position: int, action: Action) -> None:
+            if alone:
+                stop.check()
+            progress.note(step=done, position=position, action=f"{action} of a validation")
+
+        found = validator.run(
+            done, before_round=lambda: self._agree_to_go_on(stop), before_action=before_action
+        )
+        self._outcome.add_validation(
+            found.seconds, peak_bytes=found.peak_bytes, progress=validator.progress
+        )
+        self._records.record_validation(found.records, found.line)
+        # Step 0 has no checkpoint: its weights are those that the run starts from.
+        if found.is_best and done and validator.keeps_best:
+            self._save(is_best=True)
+
+    def _ends_early(self) -> bool:
+        """Return whether the run ends for want of improvement, and note why."""
+        if self._validator is None or self._validator.why_stop is None:
+            return False
+        self._outcome.stopped_early = self._validator.why_stop
+        return True
 
     # A step
 
@@ -304,7 +368,7 @@ class StepLoop:
         if is_due and not self._guard.failing:
             self._save()
 
-    def _save(self) -> str | None:
+    def _save(self, *, is_best: bool = False) -> str | None:
         """Save a checkpoint; print and return why it was not saved, or return None."""
         if self._checkpoints.take_request():
             step = self._outcome.done_steps
@@ -313,6 +377,7 @@ class StepLoop:
             self._outcome.done_steps,
             sequences_consumed=self._consumed,
             more=self._source.saved(),
+            is_best=is_best,
         )
         if unsaved is not None:
             self._records.say(unsaved)

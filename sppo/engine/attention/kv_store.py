@@ -110,7 +110,7 @@ class KVStore:
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
     def close(self) -> None:
-        """Free all buffers; no other call may follow."""
+        """Free all buffers, which no sequence may use any more."""
         self._entries.clear()
         self._spare.clear()
 

@@ -9,6 +9,7 @@ from sppo.cost.memory.process_growth import POOL_FREE_BYTES
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks, StepResult
 from sppo.offload.copy_report import CopyReport
+from sppo.report.validation import Progress
 from sppo.training.devices.cpu_device import PoolUse
 from sppo.training.records.executed_step import StepTimelines
 from sppo.training.state import TrainingState
@@ -95,6 +96,8 @@ class TrainingOutcome:
     """Number of steps done in total, those before this call included."""
     interrupted_by: str | None = None
     """Signal, or write error, that ended the run early; None if the run was not interrupted."""
+    stopped_early: str | None = None
+    """Why the run ended before its last step, if its validations no longer improved."""
     saved: bool = True
     """True if the state at the end is in a checkpoint."""
     wall_s: float = 0.0
@@ -110,6 +113,12 @@ class TrainingOutcome:
     """Measured peaks of memory by bucket."""
     most_planned: MemoryBuckets | None = None
     """Predicted memory of the step that is predicted to need most."""
+    validation_s: list[float] = field(default_factory=list)
+    """Measured seconds of each validation of this call."""
+    validation_peak_bytes: int = 0
+    """Largest device memory held by this rank in any validation."""
+    progress: Progress | None = None
+    """Best validation so far; None if this call made none."""
     copies: list[CopyReport] = field(default_factory=list)
     """Copies of this rank, one entry per step of this call."""
     last_work: StepWork | None = None
@@ -129,6 +138,12 @@ class TrainingOutcome:
         most = self.most_planned
         if most is None or work.memory.total_bytes > most.total_bytes:
             self.most_planned = work.memory
+
+    def add_validation(self, seconds: float, *, peak_bytes: int, progress: Progress) -> None:
+        """Add a validation: its time, its peak of memory, and the best one so far."""
+        self.validation_s.append(seconds)
+        self.validation_peak_bytes = max(self.validation_peak_bytes, peak_bytes)
+        self.progress = progress
 
 
 def predicted_and_measured(

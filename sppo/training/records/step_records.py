@@ -11,6 +11,7 @@ from sppo.planning.elastic.step_plan import StepPlan
 from sppo.report.display import TrainingDisplay
 from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics
 from sppo.report.step_line import step_line
+from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from sppo.training.job import Job
 from sppo.training.records.outcome import TrainingOutcome
 from sppo.training.records.tracking import tracked
@@ -78,6 +79,7 @@ class StepRecords:
         self._first_step = outcome.first_step
         self._started = time.perf_counter()
         self._file: JsonlSink | None = None
+        self._validations: JsonlSink | None = None
         self.display = TrainingDisplay(
             job.console, total_steps=job.run.train.steps, first_step=outcome.first_step
         )
@@ -88,17 +90,21 @@ class StepRecords:
         """Open the files and the display for the duration of the context. Collective."""
         self._started = time.perf_counter()
         with ExitStack() as stack:
-            self._job.peers.decided_by_main(lambda: self._open_file(stack))
+            self._job.peers.decided_by_main(lambda: self._open_files(stack))
             if self._job.mesh.is_main and self._run.trackers:
                 stack.enter_context(tracked(self._run, self._outcome.output))
             stack.enter_context(self.display)
             yield
 
-    def _open_file(self, stack: ExitStack) -> None:
-        """Open the file of metrics, which ``stack`` closes."""
-        path = self._outcome.output / METRICS_FILE
-        self._file = JsonlSink(path, resume_step=self._first_step)
+    def _open_files(self, stack: ExitStack) -> None:
+        """Open the files of metrics and validations, which ``stack`` closes."""
+        output, done = self._outcome.output, self._first_step
+        self._file = JsonlSink(output / METRICS_FILE, resume_step=done)
         stack.enter_context(closing(self._file))
+        if self._run.validation is not None:
+            path = output / VALIDATION_FILE
+            self._validations = JsonlSink(path, resume_step=done, kind=ValidationMetrics)
+            stack.enter_context(closing(self._validations))
 
     def measured(
         self, work: StepWork, done: DoneStep, *, lr: float, learnt: Mapping[str, Any]
@@ -183,6 +189,13 @@ class StepRecords:
                 self._file.write(metrics)
         with self._recording(_STANDARD_OUTPUT):
             self.display.step_done(line)
+
+    def record_validation(self, found: Sequence[ValidationMetrics], line: str) -> None:
+        """Write the results of a validation to their file, and show their line on the display."""
+        with self._recording(str(self._outcome.output / VALIDATION_FILE)):
+            if self._validations is not None:
+                self._validations.write(*found)
+        self.say(line)
 
     def say(self, text: str) -> None:
         """Print a line above the display; may be called within a step."""

@@ -68,7 +68,7 @@ def evaluate_set(
     own: EvaluatedSet,
     *,
     round_s: float = 0.0,
-    before_round: Callable[[], None] = lambda: None,
+    before_round: Callable[[], object] = lambda: None,
     before_action: Callable[[int, Action], None] | None = None,
     on_samples: Callable[[int], None] = lambda done: None,
 ) -> SetLosses:

@@ -1,0 +1,41 @@
+"""Token data of the sets that are evaluated while a run trains. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sppo.config import RunConfig
+from sppo.config.validation import ValidationSet
+from sppo.data.run_tokens import check_same_vocabulary, open_data, samples_of
+from sppo.data.tokens import TOKENS_FILE, TokenData, open_tokens
+from sppo.planning.validation_plan import run_of_set
+
+
+def open_set(run: RunConfig, own: ValidationSet) -> TokenData:
+    """Open the tokens of a set, and check that the run's model can evaluate them.
+
+    Raises:
+        ValueError: The data is missing or damaged, has another vocabulary than the training tokens,
+            or is shorter than a sequence.
+    """
+    data = open_data(run_of_set(run, own), own.tokens)
+    check_same_vocabulary(data, training=Path(run.data.tokens))
+    return data
+
+
+def evaluated_lengths(run: RunConfig) -> Mapping[str, Sequence[int]]:
+    """Return the tokens of each sequence, or sample, that is evaluated, by set.
+
+    A set whose tokens are not there counts as sequences of full length: as many as are evaluated,
+    or one.
+    """
+    return {name: _lengths(run_of_set(run, own), own) for name, own in run.evaluated_sets.items()}
+
+
+def _lengths(run: RunConfig, own: ValidationSet) -> Sequence[int]:
+    if not (Path(own.tokens) / TOKENS_FILE).is_file():
+        return [run.sequence.length] * (own.sequences or 1)
+    table = samples_of(run, open_tokens(own.tokens))
+    lengths: list[int] = table.lengths[: own.sequences].tolist()
+    return lengths
