@@ -200,11 +200,12 @@ def test_refusals_before_the_start(make, work):
 
 
 def test_set_that_does_not_fit_is_refused_with_what_would(make, work, monkeypatch):
-    write_tokens(work / "long", num_tokens=(128 << 10) + 1)
-    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self, local_ranks: 40 << 20)
-    make(sets={"long": {"tokens": "long", "length": "128Ki"}})
+    write_tokens(work / "long", num_tokens=(64 << 10) + 1)
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self, local_ranks: 33 << 20)
+    sections = {"sequence": {"num_subsequences": 1}}
+    make(sets={"long": {"tokens": "long", "length": "64Ki"}}, sections=sections)
     refused = call("train", "run.yaml")
     assert refused.exit_code == 4
-    assert "validation.sets.long: a sequence of 131072 tokens needs " in refused.stderr
+    assert "validation.sets.long: a sequence of 65536 tokens needs " in refused.stderr
     assert "write length: " in refused.stderr
     assert not Path("out").exists()
