@@ -5,6 +5,7 @@ Planning needs no torch; it is imported when a run is trained or evaluated.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,11 @@ from rich.console import Console
 
 from sppo.config import RunConfig, load_run, run_sections
 from sppo.config.rules import log_run_warnings
+from sppo.config.run import DEGREES
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware
 from sppo.output_file import check_output_files, write_json
+from sppo.parallel.job.environment import rank_environment
 from sppo.parallel.job.signals import STOP_CODES
 from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.planning.corpus.search import CorpusSolution, plan_of_longest, solve_corpus
@@ -33,8 +36,15 @@ from sppo.planning.search.solver import solve as solve_stream
 from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
-from sppo.training.input_checks import check_evaluation
-from sppo.training.start import prepare_run, start_ranks, train_as_rank
+from sppo.training.input_checks import EvaluatedWeights
+from sppo.training.start import (
+    ReadyRun,
+    evaluating_job,
+    prepare_evaluation,
+    prepare_run,
+    start_ranks,
+    train_as_rank,
+)
 from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
 
 if TYPE_CHECKING:
@@ -257,6 +267,9 @@ def evaluate(
 ) -> Evaluation:
     """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
 
+    In a program started by torchrun or srun, every process makes the call and is one rank. In any
+    other program, this process evaluates alone, whatever degrees of parallelism the run has.
+
     Args:
         run: Run configuration, or what :func:`sppo.load_run` reads.
         checkpoint: Directory of a checkpoint; None uses the newest checkpoint of the run.
@@ -275,16 +288,27 @@ def evaluate(
     if sequences is not None and sequences < 1:
         raise ValueError(f"sequences={sequences}: evaluate at least one, or leave it out")
     run = _run_of(run)
-    path = None if checkpoint is None else Path(checkpoint)
-    check_evaluation(run, checkpoint=path, initial=initial)
-    log_run_warnings(run)
-    from sppo.training.devices.device import choose_device
-    from sppo.training.evaluation import evaluate as evaluate_run
+    if rank_environment(os.environ) is None:
+        run = run.with_values({f"parallel.{name}": 1 for name in DEGREES})
+    weights = EvaluatedWeights(None if checkpoint is None else Path(checkpoint), initial)
+    ready = prepare_evaluation(run, weights, console=Console(quiet=True))
+    return evaluate_as_rank(ready, weights, sequences=sequences, on_sequence=on_sequence)
 
-    return evaluate_run(
-        run,
-        None if initial else path or Path(run.train.output),
-        device=choose_device(run),
-        most=sequences,
-        on_sequence=on_sequence or (lambda done, total: None),
-    )
+
+def evaluate_as_rank(
+    ready: ReadyRun,
+    weights: EvaluatedWeights,
+    *,
+    sequences: int | None,
+    on_sequence: Callable[[int, int], None] | None,
+) -> Evaluation:
+    """Return the evaluation of a run, of which this process is one rank; see :func:`evaluate`."""
+    with evaluating_job(ready, weights) as job:
+        from sppo.training.evaluation import evaluate as evaluate_run
+
+        return evaluate_run(
+            job,
+            weights.source(ready.run),
+            most=sequences,
+            on_sequence=on_sequence or (lambda done, total: None),
+        )

@@ -170,4 +170,8 @@ def load_evaluated_run(
         }
     if needles and samples == "documents":
         changed["sequence.longer"] = "refuse"
-    return load_run(run, changed)
+    # Replicas may gather weights together, as they evaluate equally many subsequences.
+    zero = run.parallel.zero
+    return load_run(run, {**changed, "parallel.zero": min(zero, 1)}).with_values(
+        {"parallel.zero": zero}
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from sppo.api import evaluate as evaluate_run
+from sppo.api import evaluate_as_rank
 from sppo.cli.arguments import (
     Checkpoint,
     EvaluatedLength,
@@ -29,6 +30,8 @@ from sppo.output_file import check_output_files
 from sppo.plots.positions import position_plot
 from sppo.report.lines import print_line
 from sppo.report.metrics import finite_or_none
+from sppo.training.input_checks import EvaluatedWeights
+from sppo.training.start import prepare_evaluation, start_ranks
 from sppo.units import counted, format_count
 
 if TYPE_CHECKING:
@@ -77,13 +80,16 @@ def evaluate(
         )
         inputs = [] if run_file is None else [run_file]
         check_output_files({"--png": png}, plots=["--png"], inputs=inputs)
-        found = evaluate_run(
-            run,
-            checkpoint=checkpoint,
-            initial=initial or model is not None,
-            sequences=sequences,
-            on_sequence=None if json_output else _show_progress,
+        weights = EvaluatedWeights(checkpoint, initial or model is not None)
+        ready = prepare_evaluation(run, weights, console=Console(stderr=True, quiet=json_output))
+        if ready.starts_ranks:
+            raise typer.Exit(start_ranks(ready, sys.argv[1:]))
+        shows = ready.is_main and not json_output
+        found = evaluate_as_rank(
+            ready, weights, sequences=sequences, on_sequence=_show_progress if shows else None
         )
+        if not ready.is_main:
+            return
         if png is not None:
             _draw(found, png)
     emit(

@@ -324,13 +324,27 @@ class ShardedState:
             return blocks
         return {key: own for key, own in blocks.items() if _parameter(key) != _TIED}
 
+    def weight_blocks(self, rows: Rows) -> dict[str, list[StateBlock]]:
+        """Return what ``rows`` of weights keep, as blocks of the tensors of a checkpoint."""
+        found = {}
+        for name, key in self._keys.items():
+            layout, row = self._layouts[key], rows[key]
+            part = layout.part(name, layout.kept(row))
+            if part is not None:
+                own = self._blocks_from(name, row[part.within], begin=part.elements.start)
+                found[MODEL_PREFIX + name] = own
+        return found
+
     def _blocks(self, key: str, tensor: Tensor) -> list[StateBlock]:
         name = _parameter(key)
         if name is None:
             return [whole(tensor)]
+        return self._blocks_from(name, tensor, begin=self._updates[name].elements.start)
+
+    def _blocks_from(self, name: str, tensor: Tensor, *, begin: int) -> list[StateBlock]:
         return blocks_of_interval(
             tensor,
-            begin=self._updates[name].elements.start,
+            begin=begin,
             shape=self.shapes[name],
             offsets=self.sharding.offsets(name),
             global_shape=self._whole_shapes[name],

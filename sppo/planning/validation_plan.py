@@ -56,6 +56,16 @@ class SetPlan:
         """Peak memory of the fullest device."""
         return max(rank.total_bytes for rank in self.memory)
 
+    def too_large(self, room_bytes: int) -> str:
+        """Return what a sequence needs, and what there is, as text."""
+        fullest = max(self.memory, key=lambda rank: rank.total_bytes)
+        label, held = bucket_label(fullest.largest), getattr(fullest, fullest.largest)
+        return (
+            f"a sequence of {self.boundaries[-1]} tokens needs {format_bytes(self.peak_bytes)} "
+            f"(most of it {label}: {format_bytes(held)}), and {format_bytes(room_bytes)} may be "
+            "used"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ValidationPlan:
@@ -149,43 +159,39 @@ def plan_validation(
     assert run.validation is not None, "asked for only with a validation"
     most = max(rank.device.total_bytes for rank in training)
     room_bytes = max(candidate.budget_bytes, most)
-    layout = replace(
-        candidate,
-        schedule=order_of(candidate.schedule, num_virtual=candidate.virtual_stages),
-        packed=(),
-        forwards_before_backward=(),
-        kv="retained",
-        kv_recomputed=0,
-    )
     planned, problem = [], None
     for name, own in run.evaluated_sets.items():
-        of_set = _PlannedSet(run_of_set(run, own), layout, training, step=candidate)
+        of_set = SetPlanner(run_of_set(run, own), step=candidate, training=training)
         found = of_set.plan(name, lengths[name], room_bytes=room_bytes)
         planned.append(found)
         if found.peak_bytes > room_bytes and problem is None:
-            problem = of_set.problem(found, room_bytes=room_bytes)
+            longest = of_set.longest(found, room_bytes=room_bytes)
+            fix = f"write length: {longest}" if longest else "train on more devices"
+            text = found.too_large(room_bytes)
+            problem = f"validation.sets.{name}: {text}; {fix}, or take the set out"
     return ValidationPlan(tuple(planned), run.validation.every, step_s, room_bytes, problem)
 
 
-class _PlannedSet:
+class SetPlanner:
     """Planning of one set.
 
     Args:
         run: Run of the set.
-        layout: Candidate of a step, in an order that cuts no units.
-        training: Memory of each pipeline rank in a step.
         step: Candidate of a step, as it is trained.
+        training: Memory of each pipeline rank in a step.
     """
 
-    def __init__(
-        self,
-        run: RunConfig,
-        layout: Candidate,
-        training: Sequence[StageMemory],
-        *,
-        step: Candidate,
-    ) -> None:
-        self._run, self._layout, self._training, self._step = run, layout, training, step
+    def __init__(self, run: RunConfig, *, step: Candidate, training: Sequence[StageMemory]) -> None:
+        self._run, self._step, self._training = run, step, training
+        self._layout = replace(
+            step,
+            # An order that cuts no units.
+            schedule=order_of(step.schedule, num_virtual=step.virtual_stages),
+            packed=(),
+            forwards_before_backward=(),
+            kv="retained",
+            kv_recomputed=0,
+        )
 
     def plan(self, name: str, samples: Sequence[int], *, room_bytes: int) -> SetPlan:
         """Return the plan of the set, of which as many rows run together as fit."""
@@ -211,18 +217,10 @@ class _PlannedSet:
             seconds = rounds * round_s + (self._seconds(longest, rest) if rest else 0.0)
         return SetPlan(name, boundaries, len(samples), at_once, round_s, seconds, memory)
 
-    def problem(self, planned: SetPlan, *, room_bytes: int) -> str:
-        """Return why a set does not fit, and the longest length that does."""
-        fullest = max(planned.memory, key=lambda rank: rank.total_bytes)
-        label, held = bucket_label(fullest.largest), getattr(fullest, fullest.largest)
-        longest = longest_tokens(
+    def longest(self, planned: SetPlan, *, room_bytes: int) -> int:
+        """Return the longest length that fits, at most that of the plan; 0 if none does."""
+        return longest_tokens(
             lambda tokens: self._fits(tokens, room_bytes=room_bytes), most=planned.boundaries[-1]
-        )
-        fix = f"write length: {longest}" if longest else "train on more devices"
-        return (
-            f"validation.sets.{planned.name}: a sequence of {planned.boundaries[-1]} tokens needs "
-            f"{format_bytes(planned.peak_bytes)} (most of it {label}: {format_bytes(held)}), and "
-            f"{format_bytes(room_bytes)} may be used; {fix}, or take the set out"
         )
 
     def _fits(self, tokens: int, *, room_bytes: int) -> bool:

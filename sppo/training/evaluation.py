@@ -6,42 +6,29 @@ better.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from torch import Tensor
-
-from sppo.checkpoint.checkpoint import read_weights
-from sppo.config import RunConfig
-from sppo.cost.layer import Workload
-from sppo.cost.memory.state_memory import evaluation_bytes
 from sppo.data.run_tokens import open_evaluated
 from sppo.data.sample_rows import TrainingData
+from sppo.data.tokens import TokenData
 from sppo.engine.engine import Engine
-from sppo.hardware.description import HardwareSpec
-from sppo.hardware.run_hardware import hardware_for
-from sppo.planning.partition import lengths_of
-from sppo.planning.run_plan import evaluation_boundaries
-from sppo.quoting import quoted
+from sppo.planning.evaluation_plan import EvaluationPlan, plan_evaluation
 from sppo.report.validation import perplexity_of
-from sppo.training.devices.device import Device
-from sppo.training.job import Job
-from sppo.training.starting_checkpoint import starting_checkpoint
-from sppo.training.starting_weights import check_weights, starting_weights
-from sppo.training.state import DTYPES
+from sppo.training.attention_in_use import load_attention, with_attention_here
+from sppo.training.devices.device import machine_of_ranks
+from sppo.training.forward_engine import WeightSource, forward_engine
+from sppo.training.job import Job, token_facts, weight_facts
 from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
-from sppo.training.validation.sums import PositionLoss
-from sppo.units import format_bytes
+from sppo.training.validation.sums import PositionLoss, SetLosses
+from sppo.units import counted
 
 _NO_LABEL = (
     "{directory}: no label of its first {counted} counts: the first token of an isolated document "
     "is nobody's label, nor is one that a loss mask leaves out"
 )
-_NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
-"""Keys of the model section that do not change the function that the model computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,108 +54,116 @@ class Evaluation:
     """True if `num_sequences` counts samples."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyEvaluation:
+    """Engine with weights, and the data that it evaluates, on one rank."""
+
+    job: Job
+    engine: Engine
+    data: TokenData
+    whole: EvaluatedSet
+    plan: EvaluationPlan
+    weights: WeightSource
+
+    def losses(self, on_samples: Callable[[int], None]) -> SetLosses:
+        """Return the losses of the data. Collective.
+
+        Args:
+            on_samples: Called with the number of samples done, of all replicas.
+        """
+        return evaluate_set(
+            self.job,
+            self.engine,
+            self.whole,
+            round_s=self.plan.rows.round_s,
+            on_samples=on_samples,
+        )
+
+
+@contextmanager
+def ready_evaluation(
+    job: Job, source: Path | None, *, most: int | None = None
+) -> Iterator[ReadyEvaluation]:
+    """Yield all that an evaluation needs, planned and checked before memory is taken. Collective.
+
+    Args:
+        job: Job of the run whose weights are evaluated.
+        source: Path of a checkpoint, or of a run whose newest one is evaluated; None evaluates the
+            initial weights of the run (``model.from_hf``, or random weights).
+        most: Largest number of sequences or samples, from the first on; None for all.
+
+    Raises:
+        ValueError: There is no checkpoint, or data or weights cannot be used.
+        MemoryError: The evaluation does not fit.
+    """
+    run, peers, device = job.run, job.peers, job.device
+    device.begin()
+    data = peers.done_by_all(lambda: open_evaluated(run))
+    if job.mesh.is_distributed:
+        peers.check_same({**token_facts("data.eval_tokens", data), **weight_facts(run)})
+    samples = TrainingData.of(run, data)
+    count = samples.num_samples if most is None else min(most, samples.num_samples)
+    load_attention(run, device)
+    peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
+    (least,) = peers.largest([-device.free_bytes(local_ranks=job.local_ranks)])
+    lengths = samples.lengths(range(count))
+    plan = peers.decided_by_main(lambda: _plan(job, lengths, room_bytes=-int(least)))
+    whole = EvaluatedSet.of(
+        samples,
+        boundaries=plan.rows.boundaries,
+        packs=run.data.samples == "documents",
+        most=most,
+        degree=run.parallel.sequence_parallel_degree,
+        at_once=plan.rows.at_once,
+    )
+    with job.progress.failing(), forward_engine(job, plan.layout, source) as (engine, weights):
+        yield ReadyEvaluation(job, engine, data, whole, plan, weights)
+
+
+def _plan(job: Job, lengths: Sequence[int], *, room_bytes: int) -> EvaluationPlan:
+    run, device, num_ranks = job.run, job.device, job.mesh.shape.num_ranks
+    hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=job.local_ranks)
+    if device.kind == "cuda":
+        hardware = with_attention_here(hardware, run, device)
+    return plan_evaluation(run, hardware=hardware, lengths=lengths, room_bytes=room_bytes)
+
+
 def evaluate(
-    run: RunConfig,
+    job: Job,
     source: Path | None,
     *,
-    device: Device,
     most: int | None,
     on_sequence: Callable[[int, int], None],
 ) -> Evaluation:
-    """Return the loss of weights on ``data.eval_tokens``, or else ``data.tokens``.
+    """Return the loss of weights on ``data.eval_tokens``, or else ``data.tokens``. Collective.
 
     Args:
-        run: Run configuration that passed
-            :func:`sppo.training.input_checks.check_evaluation`.
-        source: Path of a checkpoint, or of a run whose newest one is evaluated; None evaluates the
-            initial weights of the run (``model.from_hf``, or random weights).
-        device: Device that computes.
-        most: Largest number of sequences or samples, from the first on; None for all.
-        on_sequence: Called after each sequence with the number of sequences or samples done, and
-            the number of all.
+        job: Job of a run that passed :func:`sppo.training.input_checks.check_evaluation`.
+        source: As in :func:`ready_evaluation`.
+        most: As in :func:`ready_evaluation`.
+        on_sequence: Called with the number of sequences or samples done, and the number of all.
 
     Raises:
         ValueError: There is no checkpoint, data or weights cannot be used, or no label is valid.
-        MemoryError: The evaluation does not fit in this machine's memory.
+        MemoryError: The evaluation does not fit.
     """
-    data = open_evaluated(run)
-    machine = None if device.kind == "cpu" else device.machine()
-    hardware = hardware_for(run.hardware, this_machine=machine)
-    boundaries = evaluation_boundaries(run, hardware=hardware)
-    device.begin()
-    _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
-    weights, weights_from, step = _weights(run, source, device=device.torch_device)
-    engine = Engine(run.model, weights=weights, gradients=None)
+    run = job.run
+    with ready_evaluation(job, source, most=most) as ready:
+        count = ready.whole.num_samples
+        found = ready.losses(lambda done: on_sequence(done, count))
     are_samples = run.data.samples == "documents"
-    whole = EvaluatedSet.of(
-        TrainingData.of(run, data), boundaries=boundaries, packs=are_samples, most=most
-    )
-    count = whole.num_samples
-    found = evaluate_set(
-        Job.alone(run, device=device, console=Console(quiet=True)),
-        engine,
-        whole,
-        on_samples=lambda done: on_sequence(done, count),
-    )
     if not found.num_labels:
-        counted = f"{count} {'samples' if are_samples else 'sequences'}"
-        raise ValueError(_NO_LABEL.format(directory=data.directory, counted=counted))
+        what = counted(count, "sample" if are_samples else "sequence")
+        raise ValueError(_NO_LABEL.format(directory=ready.data.directory, counted=what))
     return Evaluation(
         found.loss,
         perplexity_of(found.loss),
         found.num_labels,
         count,
         found.by_position,
-        weights_from,
-        step,
-        str(data.directory),
+        ready.weights.name,
+        ready.weights.step,
+        str(ready.data.directory),
         run.data.eval_tokens is not None,
         are_samples,
     )
-
-
-def _check_memory(
-    run: RunConfig, *, hardware: HardwareSpec, boundaries: tuple[int, ...], device: Device
-) -> None:
-    workload = Workload(run.model, hardware, dtype=run.train.dtype)
-    needed = evaluation_bytes(workload, lengths=lengths_of(boundaries))
-    if needed > device.free_bytes(local_ranks=1):
-        raise MemoryError(
-            f"evaluating a sequence of {run.sequence.length} tokens needs {format_bytes(needed)}: "
-            f"{device.describe_free_memory()}; shorten sequence.length, or evaluate on a larger "
-            "machine"
-        )
-
-
-def _weights(
-    run: RunConfig, source: Path | None, *, device: torch.device
-) -> tuple[dict[str, Tensor], str, int]:
-    """Return (weights on the device in the compute dtype, their source, steps of training)."""
-    dtype = DTYPES[run.train.dtype]
-    if source is None:
-        check_weights(run)
-        initial = starting_weights(run, start=starting_checkpoint(run))
-        weights = {name: w.to(device, dtype) for name, w in initial}
-        return weights, run.initial_weights, 0
-    found, weights = read_weights(source)  # the newest checkpoint at this moment
-    _check_model(run, found.metadata, found.path)
-    placed = {name: w.to(device, dtype) for name, w in weights.items()}
-    return placed, str(found.path), found.step
-
-
-def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> None:
-    config = metadata.get("config")
-    trained = config.get("model") if isinstance(config, dict) else None
-    ours = run.model.model_dump(mode="json")
-    if not isinstance(trained, dict):
-        return
-    different = [
-        f"model.{key} is {quoted(trained[key])} there, {quoted(ours[key])} in the run file"
-        for key in ours.keys() & trained.keys() - _NOT_ITS_SHAPE
-        if ours[key] != trained[key]
-    ]
-    if different:
-        raise ValueError(
-            f"{path} holds another model: {'; '.join(sorted(different))}. "
-            "Use the run file it was trained with"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -153,17 +153,31 @@ def _check_plan(run: RunConfig) -> None:
 # For an evaluation
 
 
-def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class EvaluatedWeights:
+    """Weights of a run that are asked for: by default those of its newest checkpoint."""
+
+    checkpoint: Path | None = None
+    """Path of a checkpoint of it."""
+    initial: bool = False
+    """True for those that the run starts from, ``model.from_hf`` or random ones."""
+
+    def source(self, run: RunConfig) -> Path | None:
+        """Return the checkpoint, or the output directory with the newest; None for initial ones."""
+        return None if self.initial else self.checkpoint or Path(run.train.output)
+
+
+def check_evaluation(run: RunConfig, weights: EvaluatedWeights) -> None:
     """Raise ValueError if inputs of an evaluation cannot be used, as far as torch is not needed.
 
     Args:
         run: Validated run configuration.
-        checkpoint: Path of a checkpoint; None for the newest checkpoint of the run.
-        initial: The initial weights of the run are evaluated instead of a checkpoint.
+        weights: Weights that are evaluated.
 
     Raises:
         ValueError: There is no checkpoint, or data, weights or hardware cannot be used.
     """
+    checkpoint, initial = weights.checkpoint, weights.initial
     if initial and checkpoint is not None:
         raise ValueError(
             f"--initial and --checkpoint {checkpoint}: leave one of the two out (in Python "

@@ -164,10 +164,13 @@ def input_facts(run: RunConfig, sources: Sequence[TokenData]) -> dict[str, str]:
     told: dict[str, str] = {}
     for key, data in zip(run.data.directories, sources, strict=True):
         told |= token_facts(key, data)
-    if run.hf_weights is not None:
-        for file in sorted(Path(run.hf_weights).glob("*.safetensors")):
-            told[f"model.from_hf, sample of {file.name}"] = fingerprint(file)
-    return told
+    return told | weight_facts(run)
+
+
+def weight_facts(run: RunConfig) -> dict[str, str]:
+    """Return the facts about initial weights that all ranks compare, by name."""
+    files = [] if run.hf_weights is None else sorted(Path(run.hf_weights).glob("*.safetensors"))
+    return {f"model.from_hf, sample of {file.name}": fingerprint(file) for file in files}
 
 
 def token_facts(key: str, data: TokenData) -> dict[str, str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,11 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, check_program
 from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
-from sppo.training.input_checks import check_inputs
+from sppo.training.input_checks import EvaluatedWeights, check_evaluation, check_inputs
 from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
+    from sppo.training.job import Job
     from sppo.training.records.outcome import TrainingOutcome
 
 
@@ -54,6 +55,11 @@ class ReadyRun:
     """
     chosen: Mapping[str, int] = field(default_factory=dict)
     """Degrees that were chosen because the run leaves them out, by name."""
+
+    @property
+    def is_main(self) -> bool:
+        """True if this process is rank 0, or alone."""
+        return self.environment is None or self.environment.rank == 0
 
     @property
     def starts_ranks(self) -> bool:
@@ -126,6 +132,33 @@ def _chosen_degrees(
     return chosen
 
 
+def prepare_evaluation(run: RunConfig, weights: EvaluatedWeights, *, console: Console) -> ReadyRun:
+    """Check the inputs of an evaluation, and choose the degrees that its run leaves out.
+
+    Args:
+        run: Validated run configuration.
+        weights: Weights of it that are evaluated.
+        console: Console on which chosen degrees and the start of ranks are announced.
+
+    Raises:
+        ValueError: The evaluation is not possible.
+        MemoryError: There is too little memory even for the libraries.
+    """
+    environment = rank_environment(os.environ)
+    if environment is None:  # else rank 0 checks for all ranks, once they are connected
+        check_evaluation(run, weights)
+    if environment is None or environment.rank == 0:
+        log_run_warnings(run)  # once for all ranks
+    else:
+        console = Console(quiet=True)
+    chosen: Mapping[str, int] = {}
+    if environment is None or environment.launcher != "sppo":
+        longest = run_of_longest_samples(run).with_values({"data.samples": "stream"})
+        chosen = _chosen_degrees(longest, environment, console=console)
+    run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
+    return ReadyRun(run, None, environment, chosen)
+
+
 def start_ranks(ready: ReadyRun, words: list[str]) -> int:
     """Run the ``sppo`` command once for every rank; rank 0 checks the run, and prints.
 
@@ -180,8 +213,7 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         from sppo.training.trainer import train as train_run
 
     run, environment = ready.run, ready.environment
-    is_main = environment is None or environment.rank == 0
-    console = console if is_main else Console(quiet=True)
+    console = console if ready.is_main else Console(quiet=True)
     device = choose_device(run, environment=environment)
     with (
         logging_to(None if console.quiet else console),
@@ -192,11 +224,34 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         checked = preflight(job, ready.plan)
         announce(checked)
         outcome = train_run(checked)
-        if is_main:
+        if ready.is_main:
             # After the last step a signal is too late to change the outcome of the run.
             with StopRequest() if outcome.interrupted_by is None else nullcontext():
                 report(checked, outcome, command=command)
     return outcome
+
+
+@contextmanager
+def evaluating_job(ready: ReadyRun, weights: EvaluatedWeights) -> Iterator[Job]:
+    """Yield the job of this process in an evaluation, once the inputs are checked. Collective.
+
+    Args:
+        ready: Run to evaluate.
+        weights: Weights of it that are evaluated.
+
+    Raises:
+        ValueError: The evaluation is not possible.
+        PeerLostError: Another rank did not connect.
+    """
+    with torch_kept_quiet(os.environ):
+        from sppo.training.devices.device import choose_device
+        from sppo.training.job import joined
+    run, environment = ready.run, ready.environment
+    device = choose_device(run, environment=environment)
+    with joined(run, environment, device=device, console=Console(quiet=True)) as job:
+        if environment is not None and environment.launcher != "sppo":
+            job.peers.decided_by_main(lambda: check_evaluation(run, weights))
+        yield job
 
 
 def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:

@@ -174,10 +174,10 @@ def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = Non
         run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
     with ExitStack() as on_failure:
-        memory, lane = _tier(job, tiers)
+        memory, lane = state_tier(job, tiers)
         if lane is not None:
             on_failure.enter_context(closing(lane))
-        rows = partial(_zero_rows, memory=memory, place=place)
+        rows = partial(zero_rows, memory=memory, place=place)
         weights = rows(sharded.weight_shapes, DTYPES[run.train.dtype], tiers.streams_weights)
         initial = starting_weights(run, sharded.shapes, start=start)
         optimizer = _optimizer(job, tiers, sharded, weights, initial, memory=memory, lane=lane)
@@ -234,7 +234,7 @@ def loss_terms(run: RunConfig) -> LossTerms:
 # Tensors in their tiers
 
 
-def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]:
+def state_tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]:
     """Return the memory of the tier behind the device, and the lane to and from it."""
     run, device, limit_s = job.run, job.device, job.failed_step_timeout_s
     for part in ("weights", "gradients", "optimizer"):
@@ -250,7 +250,7 @@ def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]
     return StateMemory(lane), lane
 
 
-def _zero_rows(
+def zero_rows(
     shapes: Mapping[str, Shape],
     dtype: torch.dtype,
     is_streamed: bool,

@@ -90,8 +90,8 @@ def execute_step(rank, run, plan):
 
 def evaluate_initial(run, *, device=None, most=None, on_sequence=lambda done, total: None):
     """What a run says before it has trained."""
-    device = device or CpuDevice()
-    return evaluate(run, None, device=device, most=most, on_sequence=on_sequence)
+    job = job_alone(run, device=device)
+    return evaluate(job, None, most=most, on_sequence=on_sequence)
 
 
 def records(output):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,11 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.communicators import communicators_bytes
-from sppo.cost.kv import kv_bytes_per_token
-from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set
+from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
-from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.weight_parts import (
     device_parameters,
@@ -172,19 +168,6 @@ def _tied_elements(candidate: Candidate) -> tuple[float, float]:
     replicas = candidate.data_parallel_degree
     own = sum(held / (copies * replicas) for copies, held in by_copies.items())
     return sum(by_copies.values()), own
-
-
-def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
-    """Return the bytes of a forward-only pass on one device: weights, K and V, working set."""
-    model, longest = workload.model, max(lengths)
-    kv_bytes, _ = kv_bytes_per_token(workload)
-    _, running = max(
-        forward_working_set(workload, tokens=longest),
-        loss_working_set(workload, tokens=longest),
-        key=itemgetter(1),
-    )
-    weights = num_parameters(model) * workload.element_bytes
-    return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
 
 
 def _loss_gradient_bytes(candidate: Candidate) -> int:

@@ -20,7 +20,6 @@ from sppo.cost.live_sets import (
     tensor_sizes,
 )
 from sppo.cost.live_sets import working_set as planned
-from sppo.cost.memory.state_memory import evaluation_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.msp import gradients as msp_gradients
 from sppo.engine.pipeline import Pipeline
@@ -32,8 +31,10 @@ from sppo.kernels.attention import cpu_flash, rectangle_attention
 from sppo.kernels.native.cpu_allocator import LEAST_POOLED_BYTES
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
+from sppo.planning.evaluation_plan import plan_evaluation
 from sppo.training.state import DTYPES
 from tests.cost.pool import peak_beyond, peak_of_step, threads
+from tests.make import make_run
 from tests.tiers import each_once
 
 LLAMA = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 1408}
@@ -170,7 +171,7 @@ def test_constants_are_those_of_the_kernels():
 
 
 def test_an_evaluation_needs_what_is_predicted():
-    model, lengths = model_of("llama"), (1024, 1024)
+    model = model_of("llama")
     tokens = torch.arange(2049) % model.vocab_size
     data = SequenceData(tokens[:-1], tokens[1:])
     weights = {n: w.to(DTYPES["bf16"]) for n, w in initial_weights(model, seed=0).items()}
@@ -178,8 +179,13 @@ def test_an_evaluation_needs_what_is_predicted():
     with threads(2):
         seen, _ = peak_beyond(lambda: engine.evaluate(data, (0, 1024, 2048)))
     seen += sum(weight.nbytes for weight in weights.values())
-    found = evaluation_bytes(Workload(model, machine()), lengths=lengths)
-    assert found == pytest.approx(seen, rel=0.03)
+    keys = model.model_dump(mode="json", exclude_none=True)
+    run = make_run(keys, length=2048, sequence={"num_subsequences": 2})
+    plan = plan_evaluation(run, hardware=machine(), lengths=[2048], room_bytes=1 << 40)
+    (found,) = plan.rows.memory
+    held = found.weights_bytes + found.kv_bytes + found.working_bytes
+    assert plan.rows.boundaries == (0, 1024, 2048)
+    assert held == pytest.approx(seen, rel=0.03)
 
 
 @pytest.mark.parametrize("machine", ["h100", "laptop-cpu"])

@@ -271,7 +271,7 @@ def test_evaluation_is_that_of_the_cpu(work):
         assert runtime.counts.set_to == [device.torch_device]
     with fake_gpu(free_bytes=1000) as (device, runtime):
         runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
-        with pytest.raises(MemoryError, match="tokens needs .*: 1000 B free on NVIDIA H200"):
+        with pytest.raises(MemoryError, match="tokens needs .* and 1000 B may be used"):
             evaluate_initial(run, device=device)
 
 

@@ -1,0 +1,140 @@
+"""Engine of one rank for forwards alone, with the weights of a checkpoint, or of step 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sppo.checkpoint.newest import Checkpoint, find_checkpoint
+from sppo.checkpoint.tensors import check_fits, load_tensors
+from sppo.config import RunConfig
+from sppo.engine.engine import Engine
+from sppo.engine.providers.part_rows import Rows
+from sppo.engine.providers.streamed_rows import StreamedWeights
+from sppo.optim.sharded_state import ShardedState
+from sppo.planning.plan import ExecutionPlan
+from sppo.quoting import quoted
+from sppo.training.connections import connect_pipeline
+from sppo.training.job import Job
+from sppo.training.starting_checkpoint import starting_checkpoint
+from sppo.training.starting_weights import check_weights, starting_weights
+from sppo.training.state import DTYPES, state_tier, zero_rows
+
+_NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
+"""Keys of the model section that do not change the function that the model computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Weights that are evaluated."""
+
+    name: str
+    """Checkpoint, directory or seed that they come from."""
+    step: int
+    """Optimizer steps with which they were trained."""
+
+
+@contextmanager
+def forward_engine(
+    job: Job, plan: ExecutionPlan, source: Path | None
+) -> Iterator[tuple[Engine, WeightSource]]:
+    """Yield an engine without gradients, and where its weights come from. Collective.
+
+    Args:
+        job: Job of the run whose weights are evaluated.
+        plan: Plan with the stages and the tiers of the weights.
+        source: Path of a checkpoint, or of a run whose newest one is read; None for the initial
+            weights of the run.
+
+    Raises:
+        ValueError: There is no checkpoint, it is of another model, or weights cannot be read.
+        MemoryError: Memory does not suffice.
+    """
+    run, device, tiers = job.run, job.device, plan.state
+    pipeline, place = connect_pipeline(job, plan), device.torch_device
+    sharded = ShardedState(
+        run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
+    )
+    with ExitStack() as stack:
+        memory, lane = state_tier(job, tiers) if tiers.streams_weights else (None, None)
+        if lane is not None:
+            stack.enter_context(closing(lane))
+        dtype, streams = DTYPES[run.train.dtype], tiers.streams_weights
+        rows = zero_rows(sharded.weight_shapes, dtype, streams, memory=memory, place=place)
+        if source is None:
+            found = _fill_initial(job, sharded, rows)
+        else:
+            found = _fill_from_checkpoint(job, sharded, rows, source)
+        if memory is not None:
+            memory.drop_pages()
+        stages = sharded.keys_of_stages
+        used = StreamedWeights(rows, stages=stages, device=place, lane=lane) if lane else rows
+        device.trim()  # frees memory that only the reading used
+        engine = Engine(
+            run.model,
+            weights=sharded.provider(used),
+            gradients=None,
+            pipeline=pipeline,
+            stopwatch=device.stopwatch(),
+            debug=run.activations.debug,
+        )
+        yield stack.enter_context(closing(engine)), found
+
+
+def _fill_initial(job: Job, sharded: ShardedState, rows: Rows) -> WeightSource:
+    """Fill rows with the weights of step 0."""
+    run = job.run
+    job.peers.decided_by_main(lambda: check_weights(run))
+    start = job.peers.decided_by_main(lambda: starting_checkpoint(run))
+
+    def fill() -> None:
+        for name, weight in starting_weights(run, sharded.shapes, start=start):
+            sharded.fill(rows, name, sharded.sharding.cut(name, weight))
+
+    job.peers.done_by_all(fill)
+    return WeightSource(run.initial_weights, 0)
+
+
+def _fill_from_checkpoint(
+    job: Job, sharded: ShardedState, rows: Rows, source: Path
+) -> WeightSource:
+    """Fill rows from a checkpoint; if its run deletes it meanwhile, from a newer one."""
+    peers, blocks = job.peers, sharded.weight_blocks(rows)
+
+    def load(path: Path) -> None:
+        check_fits(path, blocks)
+        load_tensors(path, into=blocks)
+
+    while True:
+        found = peers.decided_by_main(lambda: _checkpoint(job.run, source))
+        try:
+            peers.done_by_all(partial(load, found.path))
+        except Exception:
+            if peers.decided_by_main(found.path.is_dir):
+                raise
+            continue
+        return WeightSource(str(found.path), found.step)
+
+
+def _checkpoint(run: RunConfig, source: Path) -> Checkpoint:
+    """Return the checkpoint at `source`, which is of the run's model."""
+    found = find_checkpoint(source)
+    config = found.metadata.get("config")
+    trained = config.get("model") if isinstance(config, dict) else None
+    ours = run.model.model_dump(mode="json")
+    if not isinstance(trained, dict):
+        return found
+    different = [
+        f"model.{key} is {quoted(trained[key])} there, {quoted(ours[key])} in the run file"
+        for key in ours.keys() & trained.keys() - _NOT_ITS_SHAPE
+        if ours[key] != trained[key]
+    ]
+    if different:
+        raise ValueError(
+            f"{found.path} holds another model: {'; '.join(sorted(different))}. "
+            "Use the run file it was trained with"
+        )
+    return found
