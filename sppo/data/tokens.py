@@ -1,6 +1,7 @@
 """Token data on disk: one flat stream of ids, memory-mapped, with the start of every document.
 
-A directory holds three files, and a fourth if some predictions must not count in the loss:
+A directory holds three files, and a fourth if some predictions must not count in the loss; beside
+them stand the files of the tokenizer, and the chat template, if they are known:
 
 * ``tokens.bin``: the ids of all documents one after another, little-endian uint16 or uint32;
 * ``documents.npy``: int64 [num_documents + 1], the start of each document, then num_tokens;
@@ -28,7 +29,8 @@ from sppo.config.problems import nearest
 from sppo.quoting import one_line, quoted
 from sppo.units import LARGEST_SIZE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READ_VERSIONS = (1, 2)
 TOKENS_FILE = "tokens.bin"
 META_FILE = "meta.json"
 LOSS_MASK_FILE = "loss_mask.bin"
@@ -36,6 +38,11 @@ CELLS_FILE = "cells.json"
 """Of needle data alone: length and depth of each document (:mod:`sppo.data.needle.cells`)."""
 TOKEN_DATA_FILES = frozenset({TOKENS_FILE, DOCUMENTS_FILE, META_FILE})
 """Files of every token directory."""
+TOKENIZER_FILES = frozenset(
+    {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+)
+FURTHER_FILES = TOKENIZER_FILES | {LOSS_MASK_FILE, CELLS_FILE}
+"""Files of some token directories."""
 MAX_VOCAB_SIZE = 1 << 32
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -86,6 +93,23 @@ class TokenMeta:
     """Checksum of the starts in ``documents.npy``; None in data written without one."""
     loss_mask_sha256: str | None = None
     """SHA-256 of ``loss_mask.bin``; None without a loss mask."""
+    format: str | None = None
+    """Format of the rows (:mod:`sppo.data.preparation.columns`); None in data that tell none."""
+    train_on: str | None = None
+    """Part of each document that is trained on: ``all``, ``completion``, ``assistant`` or ``last``;
+    None if its loss mask was given, or in data that tell none."""
+    mask_method: str | None = None
+    """How a chat template tells the text of the assistant; None for other documents."""
+    chat_template_sha256: str | None = None
+    """SHA-256 of ``chat_template.jinja``; None if documents are no chats."""
+    special_ids: dict[str, int] | None = None
+    """Ids of the tokens that a chat template knows by name, such as ``bos_token``; None if
+    documents are no chats."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether documents are chats."""
+        return self.chat_template_sha256 is not None
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
@@ -271,9 +295,10 @@ def read_meta(path: Path) -> TokenMeta:
     except JsonError as error:
         raise ValueError(f"{error}; {fix}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in _READ_VERSIONS:
+        readable = " and ".join(map(str, _READ_VERSIONS))
         raise ValueError(
-            f"{path}: format_version {quoted(version)}, but this program reads {FORMAT_VERSION};"
+            f"{path}: format_version {quoted(version)}, but this program reads {readable};"
             f" use the version of sppo that wrote it, or {fix}"
         )
     try:

@@ -9,6 +9,7 @@ import pytest
 import sppo.data.preparation.ids_files as ids_module
 import sppo.data.preparation.tokenizers as tokenizers_module
 from sppo.data.preparation.ids_files import scan_ids
+from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.tokenizer_file import load_tokenizer_file
 from sppo.data.preparation.tokenizers import ByteTokenizer
 
@@ -30,26 +31,13 @@ def _save_tokenizer(path, *, added, words=("a", "b")):
     return tokenizer
 
 
-def _encode(tokenizer, *paths):
-    documents = [[]]
-    for piece in tokenizer.encode(paths):
-        documents[-1] += piece.ids.tolist()
-        if piece.ends_document:
-            documents.append([])
-    assert documents.pop() == []
-    return documents
-
-
 def test_file_tokenizer_adds_and_cuts_nothing(tmp_path):
     _save_tokenizer(tmp_path / "tokenizer.json", added=["<|endoftext|>"])
-    (tmp_path / "x.txt").write_text("a b a b b\n")
-    (tmp_path / "y.jsonl").write_text('{"text": "b"}\n\n{"text": ""}\n')
     tokenizer = load_tokenizer_file(str(tmp_path), end_of_document="auto")
-    assert _encode(tokenizer, tmp_path / "x.txt", tmp_path / "y.jsonl") == [
-        [1, 2, 1, 2, 2],
-        [2],
-        [],
-    ]
+    texts = [MarkedText(text, None) for text in ("a b a b b\n", "b", "")]
+    encoded = tokenizer.encode_texts(texts)
+    assert [ids.tolist() for ids, _ in encoded] == [[1, 2, 1, 2, 2], [2], []]
+    assert [counts for _, counts in encoded] == [None] * 3
     assert tokenizer.description.end_of_document == 4
     assert tokenizer.vocab_size == 5
 
@@ -120,11 +108,12 @@ def test_large_documents_pass_in_pieces(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(bytes(range(10)))
     (tmp_path / "b").write_bytes(b"xy")
     np.save(tmp_path / "c.npy", np.arange(9))
-    pieces = list(ByteTokenizer().encode([tmp_path / "a", tmp_path / "b"]))
+    files = [tmp_path / "a", tmp_path / "b"]
+    pieces = [piece for file in files for piece in ByteTokenizer().encode_file(file)]
     assert _pieces_of_each_document(pieces) == [3, 1]
     assert sum(piece.source_bytes for piece in pieces) == 12
     ids = scan_ids([tmp_path / "c.npy"], vocab_size=None, end_of_document="auto")
-    pieces = list(ids.encode([tmp_path / "c.npy"]))
+    pieces = list(ids.encode_file(tmp_path / "c.npy"))
     assert _pieces_of_each_document(pieces) == [3]
     assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(9))
     assert sum(piece.source_bytes for piece in pieces) == (tmp_path / "c.npy").stat().st_size

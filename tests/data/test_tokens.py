@@ -107,7 +107,7 @@ def test_damaged_files(tmp_path, name, damage, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, r"format_version 2, but this program reads 1"),
+        ({"format_version": 3}, r"format_version 3, but this program reads 1 and 2"),
         ({"dtype": "int8"}, r"dtype 'int8': .* 'uint16' or 'uint32'"),
         ({"num_tokens": -1}, r"num_tokens -1: .* greater than or equal to 0"),
         ({"extra": 1}, r"extra 1: Unexpected"),

@@ -16,9 +16,12 @@ from sppo.checkpoint.newest import find_checkpoint
 from sppo.cli.app import app
 from sppo.config.loading import check_run, load_run
 from sppo.config.yaml_file import format_yaml, read_yaml
+from sppo.data.preparation.columns import row_format
 from sppo.data.preparation.documents import read_text
 from sppo.data.preparation.ids_files import scan_ids
 from sppo.data.preparation.prepare import prepare_tokens
+from sppo.data.preparation.row_options import RowOptions
+from sppo.data.preparation.rows import Row
 from sppo.data.preparation.tokenizer_file import load_tokenizer_file, vocabulary_identity
 from sppo.data.run_tokens import check_tokens
 from sppo.data.sample_rows import TrainingData
@@ -28,6 +31,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate
 from sppo.planning.plan import digest_of, plan_json, read_plan
 from sppo.schedule.program_text import format_program, parse_program
+from tests.data.rows import write_chatml_tokenizer
 from tests.fuzzing.damage import (
     changed_bytes,
     changed_json,
@@ -233,7 +237,7 @@ def id_files(draw: st.DrawFn, directory: Path) -> None:
     damaged.unlink()
     damaged.write_bytes(draw(changed_bytes(data[:128])) + data[128:])
     tokenizer = scan_ids([path], vocab_size=None, end_of_document="auto")
-    for _ in tokenizer.encode([path]):
+    for _ in tokenizer.encode_file(path):
         pass
 
 
@@ -245,6 +249,32 @@ def documents(draw: st.DrawFn, directory: Path) -> None:
     path.write_bytes(b'{"text": "a"}\n' + draw(st.just(data) | changed_bytes(data)))
     for _ in read_text([path]):
         pass
+
+
+ROWS: tuple[dict[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}], "train": False},
+                  {"role": "assistant", "content": None, "reasoning_content": "why", "weight": 1,
+                   "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}],
+     "tools": [{"function": {"name": "f"}}], "chat_template_kwargs": {"x": 1}, "system": "s"},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"prompt": [{"role": "user", "content": "q"}],
+     "completion": [{"role": "assistant", "content": "a"}]},
+    {"prompt": "q", "completion": "a"},
+    {"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]]},
+    {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "loss_mask": [0, 1, 1]},
+)  # fmt: skip
+
+
+def rows(draw: st.DrawFn, directory: Path) -> None:
+    """A damaged row of each format after a good one."""
+    path = directory / "rows.jsonl"
+    row = draw(st.sampled_from(ROWS))
+    lines = [json_text(row).replace("\n", " "), draw(changed_json(row)).replace("\n", " ")]
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    is_chat = row_format(Row(row, "", 0), names={}).is_chat
+    options = RowOptions(chat_template="chatml" if is_chat else None, allow_empty=True)
+    model = str(write_chatml_tokenizer(directory / "model"))
+    prepare_tokens([path], tokenizer=model, out=directory / "out", rows=options, force=True)
 
 
 TOKENIZER: dict[str, Any] = {
@@ -328,6 +358,6 @@ TARGETS: Mapping[str, Case] = {
     case.__name__: case
     for case in (
         *(run_files, yaml_text, estimates, programs, plans, hardware_files, model_configs),
-        *(weight_files, token_data, id_files, documents, tokenizers, checkpoints, options),
+        *(weight_files, token_data, id_files, documents, rows, tokenizers, checkpoints, options),
     )
 }

@@ -12,8 +12,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from sppo.config.json_file import JsonError, read_json
+from sppo.data.preparation.columns import TEXT, require_text
+from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.opening import opened, reading
-from sppo.data.preparation.rows import Row, holds_rows, read_rows
+from sppo.data.preparation.rows import holds_rows, read_rows
 from sppo.quoting import one_line
 
 _SHOWN_PATHS = 5
@@ -172,21 +174,7 @@ def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
     """
     for path in paths:
         for row in read_rows(path, columns=_TEXT_COLUMNS):
-            yield TextDocument(_text_of(row), row.source, row.source_bytes)
-
-
-def _text_of(row: Row) -> str:
-    text = row.values.get("text")
-    if not isinstance(text, str):
-        keys = one_line(", ".join(list(row.values)[:_SHOWN_PATHS])) or "none"
-        raise ValueError(
-            f'{row.source}: no string under "text" (its keys: {keys}); write the text under "text"'
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{row.source}: character {error.start} of the text is half of a surrogate pair, which"
-            " is not text; repair or remove the row"
-        ) from None
-    return text
+            document = TEXT.document(row)
+            assert isinstance(document, MarkedText)
+            require_text(document.text, row.source)
+            yield TextDocument(document.text, row.source, row.source_bytes)

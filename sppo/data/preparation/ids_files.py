@@ -39,18 +39,17 @@ class IdsTokenizer:
         """Description of the tokenizer, recorded in ``meta.json``."""
         return TokenizerDescription(name="ids", end_of_document=self.end_of_document)
 
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Yield the arrays in the files, one block at a time."""
-        for path in paths:
-            ids, mask = _map_ids(path)
-            source_bytes = path.stat().st_size
-            with reading(path):
-                for start in range(0, len(ids), _BLOCK_TOKENS):
-                    block = np.asarray(ids[start : start + _BLOCK_TOKENS])
-                    counts = None if mask is None else mask[start : start + _BLOCK_TOKENS]
-                    yield EncodedShard(block, False, block.nbytes, counts)
-                    source_bytes -= block.nbytes
-            yield EncodedShard(ids[:0], True, source_bytes)
+    def encode_file(self, path: Path) -> Iterator[EncodedShard]:
+        """Yield the array in a file, one block at a time."""
+        ids, mask = _map_ids(path)
+        source_bytes = path.stat().st_size
+        with reading(path):
+            for start in range(0, len(ids), _BLOCK_TOKENS):
+                block = np.asarray(ids[start : start + _BLOCK_TOKENS])
+                counts = None if mask is None else mask[start : start + _BLOCK_TOKENS]
+                yield EncodedShard(block, False, block.nbytes, counts)
+                source_bytes -= block.nbytes
+        yield EncodedShard(ids[:0], True, source_bytes)
 
 
 def scan_ids(

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.tokens import (
-    CELLS_FILE,
     DOCUMENTS_FILE,
     FORMAT_VERSION,
+    FURTHER_FILES,
     LOSS_MASK_FILE,
     META_FILE,
     TOKEN_DATA_FILES,
@@ -118,8 +118,16 @@ class TokenWriter:
             self.append(end, None if self._last_counts else np.array([False]))
         self._offsets.append(self.num_tokens)
 
-    def finish(self) -> None:
+    @property
+    def num_documents(self) -> int:
+        """Number of documents written so far."""
+        return len(self._offsets) - 1
+
+    def finish(self, **described: Any) -> None:
         """Write ``documents.npy`` and ``meta.json``, and flush all files to the disk.
+
+        Args:
+            **described: Fields of :class:`TokenMeta` that tell how the documents were made.
 
         Raises:
             OSError: The disk is full, or failed.
@@ -135,11 +143,12 @@ class TokenWriter:
             vocab_size=self._vocab_size,
             max_id=self._max_id,
             num_tokens=self.num_tokens,
-            num_documents=len(self._offsets) - 1,
+            num_documents=self.num_documents,
             tokens_sha256=self._tokens.finish(),
             tokenizer=self._description,
             documents_sha256=hashlib.sha256(starts.data).hexdigest(),
             loss_mask_sha256=None if self._mask is None else self._mask.finish(),
+            **described,
         )
         write_json(self._directory / META_FILE, asdict(meta))
 
@@ -190,7 +199,9 @@ def check_destination(out: Path, *, force: bool) -> None:
         ) from None
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be read: {error.strerror}") from None
-    foreign = sorted(names - TOKEN_DATA_FILES - {LOSS_MASK_FILE, CELLS_FILE})
+    # Further files alone may be a tokenizer's, in a directory of the user.
+    known = TOKEN_DATA_FILES | FURTHER_FILES if names & TOKEN_DATA_FILES else frozenset()
+    foreign = sorted(names - known)
     if foreign:
         raise ValueError(
             f"--out {out}: the directory holds {', '.join(foreign[:3])}, which is not token data"

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sppo.config.json_file import parse_json, read_json
-from sppo.data.preparation.documents import TextDocument, read_text
+from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.opening import reading
-from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, end_id
+from sppo.data.preparation.tokenizers import EndOfDocument, end_id
 from sppo.data.tokens import TokenizerDescription
 from sppo.quoting import one_line
 
 TOKENIZER_FILE = "tokenizer.json"
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 END_OF_TEXT_TOKENS = (
     "<|end_of_text|>",  # Llama 3
     "<|endoftext|>",  # GPT-2, Qwen, Phi
@@ -30,9 +32,6 @@ END_OF_TEXT_TOKENS = (
 """End-of-text tokens of model families. They have priority over the ``eos_token`` of a model,
 because that of a chat model ends a turn (``<|im_end|>``, ``<|eot_id|>``)."""
 
-_BATCH_CHARACTERS = 2 << 20
-_BATCH_DOCUMENTS = 1024
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileTokenizer:
@@ -43,26 +42,23 @@ class FileTokenizer:
     _: KW_ONLY
     vocab_size: int
     description: TokenizerDescription
+    files: Mapping[str, bytes]
+    """Contents of the files of the tokenizer by name, which are kept with its tokens."""
 
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Yield the ids of each document, tokenized whole because cuts would change its ids."""
-        batch: list[TextDocument] = []
-        characters = 0
-        for document in read_text(paths):
-            batch.append(document)
-            characters += len(document.text)
-            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-                yield from self._encode_batch(batch)
-                batch, characters = [], 0
-        yield from self._encode_batch(batch)
-
-    def _encode_batch(self, batch: Sequence[TextDocument]) -> Iterator[EncodedShard]:
-        texts = [document.text for document in batch]
-        # The "fast" form does not compute character offsets, which are not used here.
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        for document, encoding in zip(batch, encodings, strict=True):
-            ids = np.asarray(encoding.ids, dtype=np.int64)
-            yield EncodedShard(ids, True, document.source_bytes)
+    def encode_texts(
+        self, texts: Sequence[MarkedText]
+    ) -> list[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
+        """Return the ids of texts, and whether each counts in the loss; None if all count."""
+        strings = [text.text for text in texts]
+        if all(text.trained is None for text in texts):
+            # The "fast" form does not compute character offsets, which are not used here.
+            encodings = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+            return [(np.asarray(encoding.ids, dtype=np.int64), None) for encoding in encodings]
+        encodings = self.backend.encode_batch(strings, add_special_tokens=False)
+        return [
+            (np.asarray(encoding.ids, dtype=np.int64), text.counting(encoding.offsets))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
 
 
 def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTokenizer:
@@ -97,7 +93,18 @@ def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTok
         sha256=hashlib.sha256(data).hexdigest(),
         vocabulary_sha256=None if identity is None else identity.sha256,
     )
-    return FileTokenizer(backend, vocab_size=vocab_size, description=description)
+    files = {TOKENIZER_FILE: data, **_settings_files(path.parent)}
+    return FileTokenizer(backend, vocab_size=vocab_size, description=description, files=files)
+
+
+def _settings_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the settings beside a tokenizer, by name."""
+    files = {}
+    for path in (folder / name for name in _SETTINGS_FILES):
+        with reading(path):
+            if path.is_file():
+                files[path.name] = path.read_bytes()
+    return files
 
 
 def _tokenizer_path(name: str) -> Path:
@@ -119,7 +126,7 @@ def _tokenizer_path(name: str) -> Path:
 
 def _load(data: bytes, path: Path) -> Any:
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, processors
     except ImportError:
         raise ValueError(
             f"--tokenizer {path}: the tokenizers library is not installed;"
@@ -135,6 +142,9 @@ def _load(data: bytes, path: Path) -> Any:
         ) from None
     backend.no_truncation()
     backend.no_padding()
+    # Its own processor adds special tokens, which are not asked for, and would take spaces out of
+    # the offsets of tokens.
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
     return backend
 
 

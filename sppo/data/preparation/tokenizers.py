@@ -1,24 +1,23 @@
-"""Ids of documents as every tokenizer yields them, and the tokenizer of ``bytes``.
+"""Ids of documents as they are written, and the tokenizer of ``bytes``.
 
-A tokenizer yields :class:`EncodedShard`, without the ids that end documents. Bytes and ready-made
-ids are yielded in parts, so that a document may be larger than memory. Text of a tokenizer file is
-tokenized one document at a time, because cuts would change the ids
+Documents become :class:`EncodedShard`, without the ids that end documents. Files of bytes and of
+ready-made ids are yielded in parts, so that a document may be larger than memory. Text of a
+tokenizer file is tokenized one document at a time, because cuts would change the ids
 (:mod:`sppo.data.preparation.tokenizer_file`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.documents import read_text
+from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.opening import opened, reading
-from sppo.data.preparation.rows import holds_rows
 from sppo.data.tokens import TokenizerDescription
 
 EndOfDocument = int | Literal["auto", "none"]
@@ -26,6 +25,9 @@ EndOfDocument = int | Literal["auto", "none"]
 
 BYTE_END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
+
+LeftOut = Literal["untrained", "longer"]
+"""Why a document is left out: nothing of it is trained on, or it is longer than asked for."""
 
 _BLOCK_BYTES = 4 << 20
 
@@ -41,6 +43,13 @@ class EncodedShard:
     """Bytes of input of these ids, for progress."""
     counts: NDArray[np.bool_] | None = None
     """[n] Whether predicting each id counts in the loss; None if all count."""
+    _: KW_ONLY
+    source: str = ""
+    """File, and row if it holds rows, for messages."""
+    held_out: bool = False
+    """Whether the document goes to the held-out data."""
+    left_out: LeftOut | None = None
+    """Why the document is not written; None if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +68,33 @@ class ByteTokenizer:
         """Description of the tokenizer, recorded in ``meta.json``."""
         return TokenizerDescription(name="bytes", end_of_document=self.end_of_document)
 
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Yield the bytes of files in blocks, and the text of rows as UTF-8."""
-        for path in paths:
-            if holds_rows(path):
-                for document in read_text([path]):
-                    yield _bytes_shard(document.text.encode(), True, document.source_bytes)
-                continue
-            done_bytes = 0
-            with reading(path), opened(path) as (contents, file):
-                while data := contents.read(_BLOCK_BYTES):
-                    before, done_bytes = done_bytes, file.tell()
-                    yield _bytes_shard(data, False, done_bytes - before)
-            yield _bytes_shard(b"", True, 0)
+    def encode_file(self, path: Path) -> Iterator[EncodedShard]:
+        """Yield the bytes of a file in blocks."""
+        done_bytes = 0
+        with reading(path), opened(path) as (contents, file):
+            while data := contents.read(_BLOCK_BYTES):
+                before, done_bytes = done_bytes, file.tell()
+                yield EncodedShard(_bytes(data), False, done_bytes - before)
+        yield EncodedShard(_bytes(b""), True, 0)
+
+    def encode_texts(
+        self, texts: Sequence[MarkedText]
+    ) -> list[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
+        """Return the ids of texts, and whether each counts in the loss; None if all count."""
+        return [_encode_text(text) for text in texts]
 
 
-def _bytes_shard(data: bytes, ends_document: bool, source_bytes: int) -> EncodedShard:
-    return EncodedShard(np.frombuffer(data, dtype=np.uint8), ends_document, source_bytes)
+def _encode_text(text: MarkedText) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+    ids = _bytes(text.text.encode())
+    if text.trained is None:
+        return ids, None
+    # The index of the character of each byte, which the first of its bytes increases.
+    character = np.cumsum((ids & 0xC0) != 0x80) - 1
+    return ids, text.counting(np.stack([character, character + 1], axis=1))  # type: ignore[arg-type]
+
+
+def _bytes(data: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def end_id(asked: EndOfDocument, *, own: int | None, vocab_size: int) -> int | None:
