@@ -18,6 +18,7 @@ from sppo.cli.printing import Screen, Unbroken, emit
 from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
 from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of
+from sppo.data.trained_tokenizer import template_change, trained_tokenizer, with_trained
 from sppo.model.hf_extras import Extras, read_extras
 from sppo.model.hf_files import check_headers
 from sppo.output_file import check_unused_directory
@@ -93,7 +94,7 @@ def to_hf(
         typer.Option(
             metavar="DIR",
             help="Take the tokenizer and what belongs to it from DIR."
-            " [default: the run's model.from_hf]",
+            " [default: that of the run's tokens, and of its model.from_hf]",
             show_default=False,
         ),
     ] = None,
@@ -101,9 +102,10 @@ def to_hf(
 ) -> None:
     """Write the trained weights of a run as a model that transformers and similar programs load.
 
-    The stored type is train.dtype of the run unless --dtype names another. What programs need to
-    generate text comes from the model that the run started from, model.from_hf: tokenizer, chat
-    template, generation_config.json and the ids of special tokens. What is missing there is said.
+    The stored type is train.dtype of the run unless --dtype names another. Tokenizer and chat
+    template are those that the run's tokens were prepared with; what else programs need to generate
+    text, such as generation_config.json, comes from the model that the run started from. What is
+    missing is said, and whether the template differs from that model's.
 
         sppo convert to-hf runs/long models/long
         sppo convert to-hf runs/quickstart models/quickstart --tokenizer downloads/Qwen3-0.6B
@@ -119,12 +121,17 @@ def to_hf(
         metadata = checkpoint.metadata
         fields, trained_as = _trained(metadata, source=source)
         extras, reason = chosen or _run_extras(fields.get("from_hf"))
+        template = None
+        if chosen is None and (trained := trained_tokenizer(_token_directories(metadata))):
+            template = template_change(extras, trained)
+            extras = with_trained(extras, trained)
         model = _model(fields, source=source)
         kind = trained_as if dtype is StoredType.KEEP else dtype.value
         readme = _provenance(metadata, source=source)
         values = _write(destination, weights, model, kind, max_shard_bytes, extras, readme=readme)
     values |= {"source": str(source), "step": metadata.get("step")}
     values["missing"] = dict.fromkeys(extras.missing, reason)
+    values["chat_template"] = template
     emit(lambda: values, lambda: _screen(values), as_json=json_output)
     if extras.endless:
         typer.echo(
@@ -164,7 +171,7 @@ def _write(
         "num_parameters": saved.num_parameters,
         "total_bytes": saved.total_bytes,
         "files": list(saved.files),
-        "copied": [path.name for path in extras.files],
+        "copied": list(extras.files),
     }
 
 
@@ -215,6 +222,13 @@ def _provenance(metadata: dict[str, Any], *, source: Path) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def _token_directories(metadata: dict[str, Any]) -> list[Path]:
+    """Return the token data of the run that wrote a checkpoint, of each source."""
+    data = metadata["config"].get("data", {})
+    sources = data.get("sources") or {"": data}
+    return [Path(source["tokens"]) for source in sources.values() if source.get("tokens")]
+
+
 def _chosen_extras(directory: Path) -> tuple[Extras, str]:
     """Return the extras in a given directory, and where those that are missing are missing.
 
@@ -250,6 +264,8 @@ def _screen(values: dict[str, Any]) -> Screen:
     )
     if values["copied"]:
         yield f"copied: {', '.join(values['copied'])}"
+    if values.get("chat_template"):
+        yield f"chat template: {values['chat_template']}"
     for name, reason in values.get("missing", {}).items():
         yield f"missing: {name} ({reason})"
     if values.get("ignored"):

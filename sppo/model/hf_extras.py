@@ -40,8 +40,8 @@ _COPIED = (
 class Extras:
     """Files to copy beside the weights of a model, and values for its config.json."""
 
-    files: tuple[Path, ...] = ()
-    """Files of the tokenizer, chat template and generation_config.json, sorted."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Contents of the files of the tokenizer, chat template and generation_config.json by name."""
     token_ids: Mapping[str, Any] = field(default_factory=dict)
     """Ids of special tokens by key, e.g. ``eos_token_id``; a list if several do the same."""
     missing: tuple[str, ...] = ("tokenizer", "chat template", _GENERATION, *_TOKEN_IDS)
@@ -76,7 +76,7 @@ def read_extras(directory: Path) -> Extras:
     }
     decides, ids = (_GENERATION, generation) if _GENERATION in found else (_CONFIG, token_ids)
     return Extras(
-        files=tuple(found[name] for name in sorted(found)),
+        files={name: found[name].read_bytes() for name in sorted(found)},
         token_ids=token_ids,
         missing=tuple(name for name, is_there in there.items() if not is_there),
         endless="" if ids.get(_END) is not None else decides,

@@ -63,7 +63,7 @@ def save_hf_weights(
     dtype: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     token_ids: Mapping[str, Any] | None = None,
-    extra_files: Sequence[Path] = (),
+    extra_files: Mapping[str, bytes] | None = None,
     readme: str = "",
 ) -> SavedWeights:
     """Write config.json and the weights, in one file or in shards with an index.
@@ -78,7 +78,7 @@ def save_hf_weights(
         dtype: Type of the stored weights: ``fp32``, ``bf16``, ``fp16`` or ``fp64``.
         max_shard_bytes: Upper bound of a weight file's tensors, unless one tensor alone exceeds it.
         token_ids: Keys of config.json that name special tokens, e.g. ``eos_token_id``.
-        extra_files: Files to copy into the directory, e.g. the tokenizer's.
+        extra_files: Contents of further files by name, e.g. the tokenizer's.
         readme: Text of README.md; "" writes none.
 
     Raises:
@@ -94,7 +94,8 @@ def save_hf_weights(
     shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
     total_bytes = sum(sizes.values())
     check_unused_directory(directory)
-    extra_bytes = sum(path.stat().st_size for path in extra_files)
+    extra_files = extra_files or {}
+    extra_bytes = sum(map(len, extra_files.values()))
     _check_space(directory, total_bytes + extra_bytes + _HEADER_ROOM_BYTES)
     with _whole_directory(directory) as partial:
         _write_json(partial / "config.json", config)
@@ -107,8 +108,8 @@ def save_hf_weights(
             _write_json(partial / INDEX_FILE, index)
         if readme:
             write_text(partial / README_FILE, readme)
-        for path in extra_files:
-            shutil.copyfile(path, partial / path.name)
+        for name, contents in extra_files.items():
+            (partial / name).write_bytes(contents)
     num_parameters = sum(prod(tensor.shape) for tensor in tensors)
     return SavedWeights(tuple(shards), num_parameters, total_bytes)
 

@@ -32,17 +32,14 @@ def listing(directory):
 def published(tmp_path):
     """A Hugging Face directory with a tokenizer, token ids and dropout."""
     source = tmp_path / "published"
-    tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text("{}")
     save_hf_weights(
         source,
         initial_weights(MODEL, seed=0),
         MODEL,
         dtype="bf16",
         token_ids={"eos_token_id": [1, 2]},
-        extra_files=[tokenizer],
+        extra_files={"tokenizer.json": b"{}"},
     )
-    tokenizer.unlink()
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     return source

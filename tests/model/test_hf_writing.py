@@ -52,14 +52,13 @@ def test_shard_names_and_limit():
 
 
 def test_layout_of_one_file(tmp_path, weights):
-    (tmp_path / "tokenizer.json").write_text("{}")
     saved = save_hf_weights(
         tmp_path / "m",
         weights,
         MODEL,
         dtype="bf16",
         token_ids={"eos_token_id": 256},
-        extra_files=[tmp_path / "tokenizer.json"],
+        extra_files={"tokenizer.json": b"{}"},
     )
     names = sorted(path.name for path in (tmp_path / "m").iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]

@@ -147,7 +147,7 @@ class ChatTemplate:
                     " follows, so the completion cannot be located; use --train-on assistant"
                 )
             return MarkedText(text, ((len(prompt), len(text)),) if len(text) > len(prompt) else ())
-        stop = self._stop
+        stop = self.stop
         if self.method == "marked":
             return MarkedText(text, self._chosen(marks, chat, wanted, source))
         from sppo.data.preparation.chat_rendering import looks_for
@@ -198,7 +198,7 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
-    def _stop(self) -> str | None:
+    def stop(self) -> str | None:
         """The special token that ends an answer; None if the template wants other messages.
 
         Raises:
