@@ -7,21 +7,33 @@ from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.config.validation import ValidationSet
-from sppo.data.run_tokens import check_same_vocabulary, open_data, samples_of
+from sppo.data.run_tokens import check_same_vocabulary, open_data
+from sppo.data.samples.run_samples import table_of
 from sppo.data.tokens import TOKENS_FILE, TokenData, open_tokens
 from sppo.planning.validation_plan import run_of_set
 
 
-def open_set(run: RunConfig, own: ValidationSet) -> TokenData:
+def open_set(run: RunConfig, name: str) -> TokenData:
     """Open the tokens of a set, and check that the run's model can evaluate them.
+
+    Args:
+        run: Validated run configuration.
+        name: Name of the set.
 
     Raises:
         ValueError: The data is missing or damaged, has another vocabulary than the training tokens,
             or is shorter than a sequence.
     """
+    own = run.evaluated_sets[name]
     data = open_data(run_of_set(run, own), own.tokens)
-    check_same_vocabulary(data, training=Path(run.data.tokens))
+    key, training = next(iter(run.data.directories.items()))
+    check_same_vocabulary(data, Path(training), keys=(set_key(name), key))
     return data
+
+
+def set_key(name: str) -> str:
+    """Return the key of the run file that names the tokens of a set."""
+    return f"validation.sets.{name}.tokens"
 
 
 def evaluated_lengths(run: RunConfig) -> Mapping[str, Sequence[int]]:
@@ -36,6 +48,6 @@ def evaluated_lengths(run: RunConfig) -> Mapping[str, Sequence[int]]:
 def _lengths(run: RunConfig, own: ValidationSet) -> Sequence[int]:
     if not (Path(own.tokens) / TOKENS_FILE).is_file():
         return [run.sequence.length] * (own.sequences or 1)
-    table = samples_of(run, open_tokens(own.tokens))
+    table = table_of(run, open_tokens(own.tokens))
     lengths: list[int] = table.lengths[: own.sequences].tolist()
     return lengths

@@ -109,7 +109,11 @@ class ValidationPlan:
 def run_of_set(run: RunConfig, own: ValidationSet) -> RunConfig:
     """Return the run with the tokens, the samples and the length of a set."""
     samples, length = own.samples or run.data.samples, own.length or run.sequence.length
-    values: dict[str, object] = {"data.tokens": own.tokens, "data.samples": samples}
+    values: dict[str, object] = {
+        "data.tokens": own.tokens,
+        "data.sources": None,
+        "data.samples": samples,
+    }
     if length != run.sequence.length or samples == "documents":
         values |= {"sequence.length": length, "sequence.boundaries": None}
     if samples == "documents":

@@ -12,7 +12,7 @@ from sppo.config import RunConfig
 from sppo.config.problems import Problem
 from sppo.cost.parameter_groups import check_groups
 from sppo.cost.parameters import parameter_shapes
-from sppo.data.evaluated_sets import open_set
+from sppo.data.evaluated_sets import open_set, set_key
 from sppo.data.mixture import check_mixture
 from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.data.samples.epochs import with_steps

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from sppo.config import RunConfig
 from sppo.cost.sharding.heads import tensor_shard
+from sppo.data.evaluated_sets import set_key
 from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData
 from sppo.parallel.host_collectives import HostCollectives, flat_facts
 from sppo.parallel.job.environment import RankEnvironment

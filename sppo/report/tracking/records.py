@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.report.metrics import METRICS_FILE
-
-VALIDATION_FILE = "validation.jsonl"
+from sppo.report.validation import VALIDATION_FILE
 
 _SECTIONS = {
     "train": ("loss", "grad_norm", "clipped", "lr", "skipped"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sppo.config.validation import ValidationConfig
+from sppo.data.evaluated_sets import set_key
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.planning.plan import ExecutionPlan
@@ -52,7 +53,7 @@ def check_validation(job: Job, plan: ExecutionPlan) -> CheckedValidation | None:
     )
     facts: dict[str, str] = {}
     for name, samples in opened.items():
-        facts |= token_facts(f"validation.sets.{name}.tokens", samples.data)
+        facts |= token_facts(set_key(name), samples.sources[0])
     if job.mesh.is_distributed:
         peers.check_same(facts)
     planned = peers.decided_by_main(lambda: _planned(job, plan, opened))
