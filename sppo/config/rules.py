@@ -367,6 +367,12 @@ def _validation_has_sets(run: RunConfig) -> Broken:
             "validation.watch",
             f"a set has {', '.join(get_args(Measure))}; write one of them behind {name}.",
         )
+    elif measure == "exact" and (sets[name].samples or run.data.samples) != "documents":
+        yield (
+            "validation.watch",
+            f"exact counts documents, and {name} is a stream; write samples: documents into it, or "
+            f"watch {name}.accuracy",
+        )
 
 
 def _validation_length_reaches(run: RunConfig) -> Broken:

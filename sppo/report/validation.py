@@ -40,9 +40,9 @@ class ValidationMetrics:
     sequences: int
     """Number of sequences, or of samples."""
     accuracy: float | None = None
-    """Fraction of the labels that are the most probable token."""
+    """Fraction of the labels that are the most likely token."""
     exact: float | None = None
-    """Fraction of the samples all of whose labels are; None for sequences of a stream."""
+    """Fraction of the documents all of whose labels are; None for sequences of a stream."""
     by_position: tuple[PositionMetrics, ...]
     """Losses by position, in ranges that double in width."""
     seconds: float
@@ -106,7 +106,9 @@ def progress_of(
     for record in records:
         value = getattr(record, measure)
         if record.set == name:
-            value = math.nan if value is None else value
+            # Of weights that give no numbers, no figure says how good they are.
+            is_known = value is not None and math.isfinite(record.loss)
+            value = value if is_known else math.nan
             found = found.then(value, record.step, is_loss=measure == "loss", least=least)
     return found
 

@@ -13,9 +13,10 @@ def test_sets_and_what_is_watched():
     run = make_run(validation={"every": 5, "sets": SETS})
     assert [*run.evaluated_sets] == ["held_out", "needle"]
     assert run.validation.watched("held_out") == ("held_out", "loss")
-    run = make_run(validation={"every": 5, "sets": SETS, "watch": "needle.exact"})
+    run = load_run(
+        run, ["validation.sets.needle.samples=documents", "validation.watch=needle.exact"]
+    )
     assert run.validation.watched("held_out") == ("needle", "exact")
-    assert load_run(run, "validation.sets.needle.sequences=4").validation.sets["needle"].sequences
 
 
 def test_tokens_of_evaluations_are_a_set():
@@ -32,6 +33,7 @@ def test_tokens_of_evaluations_are_a_set():
         ({"every": 0, "sets": SETS}, "validation.every"),
         ({"every": 5, "sets": SETS, "watch": "chat"}, "no such set; sets: held_out, needle"),
         ({"every": 5, "sets": SETS, "watch": "needle.f1"}, "a set has loss, accuracy, exact"),
+        ({"every": 5, "sets": SETS, "watch": "needle.exact"}, "exact counts documents"),
         ({"every": 5, "sets": {"a.b": {"tokens": "held"}}}, "validation.sets"),
         ({"every": 5, "sets": {"a": {"token": "held"}}}, "validation.sets.a.token"),
     ],

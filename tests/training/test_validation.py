@@ -91,6 +91,8 @@ def test_results_are_those_of_an_evaluation(make, sections):
         assert record.loss == found.loss
         assert record.perplexity == found.perplexity
         assert (record.labels, record.sequences) == (found.num_tokens, found.num_sequences)
+        assert 0 <= record.accuracy <= 1
+        assert (record.exact is None) is (record.set == "held_out")
         assert [(one.start, one.end, one.loss, one.labels) for one in record.by_position] == [
             (one.start, one.end, one.loss, one.num_tokens) for one in found.by_position
         ]

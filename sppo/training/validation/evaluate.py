@@ -29,6 +29,8 @@ class EvaluatedSet:
     """Number of samples that are evaluated."""
     length: int
     """Most tokens of a sample."""
+    are_documents: bool
+    """Whether samples are documents rather than sequences of a stream."""
     rows: tuple[Row, ...]
     at_once: int = 1
     """Rows of a replica that run together, to fill a pipeline."""
@@ -59,7 +61,7 @@ class EvaluatedSet:
         count = samples.num_samples if most is None else min(most, samples.num_samples)
         lengths = samples.lengths(range(count))
         rows = rows_of(lengths, boundaries=boundaries, packs=packs, degree=degree)
-        return cls(name, samples, count, boundaries[-1], tuple(rows), at_once)
+        return cls(name, samples, count, boundaries[-1], packs, tuple(rows), at_once)
 
 
 def evaluate_set(

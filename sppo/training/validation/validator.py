@@ -157,6 +157,8 @@ class Validator:
             perplexity=perplexity_of(loss),
             labels=losses.num_labels,
             sequences=own.num_samples,
+            accuracy=losses.accuracy,
+            exact=losses.exact if own.are_documents else None,
             by_position=tuple(
                 PositionMetrics(start=one.start, end=one.end, loss=one.loss, labels=one.num_tokens)
                 for one in losses.by_position
