@@ -24,7 +24,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sppo.array_file import map_array, require_whole
 from sppo.config.json_file import JsonError, read_json
-from sppo.config.longest_document import DOCUMENTS_FILE
+from sppo.config.longest_document import DOCUMENTS_FILE as DOCUMENTS_FILE
 from sppo.config.problems import nearest
 from sppo.quoting import one_line, quoted
 from sppo.units import LARGEST_SIZE

@@ -138,7 +138,7 @@ def test_other_sources_are_another_run(mixture):
     write_tokens(mixture / "new", num_tokens=300, documents=range(10, 300, 10), seed=2)
     (mixture / "code").rename(mixture / "old")
     (mixture / "new").rename(mixture / "code")
-    assert "books, code: other tokens than the run began with" in refuse("train", "run.yaml")
+    assert "books, code: other tokens than" in refuse("train", "run.yaml")
     assert tree(mixture / "out") == before
 
 
