@@ -29,7 +29,7 @@ SUBCOMMANDS = {
     " missing.",
     "data": "Write and describe the token data that runs read.",
     "convert": "Convert weights from and to Hugging Face.",
-    "config": "Look at a run file without running it.",
+    "config": "Make a run file, and look at one without running it.",
 }
 """Help of each subcommand by its name, which is also that of its module, but for eval. A module has
 an ``app``, or one function of its name."""

@@ -1,27 +1,29 @@
-"""``sppo config``: look at a run file without running it."""
+"""``sppo config``: make a run file, and look at one without running it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import print_json
+from sppo.cli.new_run import new_run_file
+from sppo.cli.printing import print_json, print_screen, working
 from sppo.config import ConfigError, load_run
 from sppo.config.huggingface_rope import ROPE_KEYS
 from sppo.config.problems import Problem
-from sppo.config.rules import log_run_warnings
+from sppo.config.rules import log_run_warnings, run_hints
 from sppo.config.run import RunConfig
 from sppo.config.yaml_file import format_yaml
 from sppo.training.input_checks import run_file_problems
 
-app = CommandGroup(help="Look at a run file without running it.")
+app = CommandGroup(help="Make a run file, and look at one without running it.")
 
 
 @app.command()
@@ -51,10 +53,10 @@ def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fa
     memory; sppo train and sppo solve do.
     """
     with exit_codes():
-        problems = _problems(run_file, overrides or ())
+        problems, hints = _problems_and_hints(run_file, overrides or ())
     if json_output:
         listed = [asdict(problem) for problem in problems]
-        print_json({"valid": not problems, "problems": listed}, indent=2)
+        print_json({"valid": not problems, "problems": listed, "hints": hints}, indent=2)
         if problems:
             raise typer.Exit(2)
         return
@@ -62,15 +64,60 @@ def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fa
         if problems:
             raise ConfigError(str(run_file), problems)
     typer.echo(f"{run_file}: no problems")
+    print_screen((f"hint: {hint}" for hint in hints), Console())
 
 
-def _problems(run_file: Path, overrides: Sequence[str]) -> Sequence[Problem]:
+@app.command()
+def new(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="sft|pretrain|extend",
+            help="sft: fine-tune on whole documents, such as conversations; pretrain: train on the"
+            " stream of all documents; extend: on longer sequences than the model knows.",
+        ),
+    ],
+    overrides: Overrides = None,
+    model: Annotated[
+        str,
+        typer.Option(metavar="DIR|PRESET", help="Directory of a Hugging Face model, or a preset."),
+    ] = "",
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Token data, written by sppo data prepare.")
+    ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Held-out token data, for a validation while training."),
+    ] = None,
+) -> None:
+    """Print a commented run file for a model and data, which sppo train accepts as it is.
+
+    Length and number of steps follow from the data, degrees of parallelism from sppo solve, for
+    this machine or the one that hardware.preset names.
+
+        sppo config new sft --model models/qwen3-8b --data data/chat > run.yaml
+    """
+    with exit_codes():
+        if not model or data is None:
+            raise ValueError(
+                "--model DIR and --data DIR are needed: what is trained, and on which data"
+            )
+        with working("searching for the fastest plan"):
+            text = new_run_file(
+                kind, model=model, data=data, held_out=held_out, overrides=overrides or ()
+            )
+    typer.echo(text, nl=False)
+
+
+def _problems_and_hints(
+    run_file: Path, overrides: Sequence[str]
+) -> tuple[Sequence[Problem], list[str]]:
     try:
         run = load_run(run_file, overrides)
     except ConfigError as error:
-        return error.problems
+        return error.problems, []
     log_run_warnings(run)
-    return run_file_problems(run)
+    return run_file_problems(run), list(run_hints(run))
 
 
 @app.command()

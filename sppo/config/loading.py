@@ -78,7 +78,7 @@ def load_run(
             "or a run"
         )
     problems: list[Problem] = []
-    merged = _apply_overrides(overrides, raw, problems)
+    merged = apply_overrides(overrides, raw, problems)
     return check_run(merged, source=name, problems=problems)
 
 
@@ -102,7 +102,7 @@ def run_sections(run: RunConfig) -> dict[str, Any]:
     return run.model_dump(mode="json", exclude_unset=True)
 
 
-def _apply_overrides(
+def apply_overrides(
     overrides: Sequence[str] | Mapping[str, Any], raw: dict[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
     """Return a copy of `raw` with the overrides applied; faults are added to `problems`."""
@@ -293,7 +293,7 @@ def read_keys(
         ConfigError: The request has problems; the error lists all.
     """
     problems: list[Problem] = []
-    values = _apply_overrides(words, dict(defaults or {}), problems)
+    values = apply_overrides(words, dict(defaults or {}), problems)
     try:
         found = request.model_validate(values)
     except ValidationError as error:

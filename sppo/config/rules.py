@@ -443,3 +443,21 @@ def run_warnings(run: RunConfig) -> Iterator[str]:
         f"sequence.length {length} is beyond the {reach} positions of this model, and weights "
         f"trained on those have never seen such; stretch them with e.g. model.rope_scaling={yarn}"
     )
+
+
+_HIGH_LR = 1e-4
+"""Learning rate from which the training of all published weights is likely to undo them."""
+
+
+def run_hints(run: RunConfig) -> Iterator[str]:
+    """Yield hints of ``sppo config check`` about values that are unusual, one line each.
+
+    The learning rate is one for random weights, and the weights are published ones.
+    """
+    lr, weights = run.optimizer.lr, run.model.from_hf
+    if weights is not None and lr >= _HIGH_LR:
+        default = "" if "lr" in run.optimizer.model_fields_set else " (the default)"
+        yield (
+            f"optimizer.lr {lr:g}{default} is one for random weights; published weights of more "
+            "than a hundred million parameters are usually trained with 1e-5 to 5e-5"
+        )

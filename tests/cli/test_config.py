@@ -46,6 +46,7 @@ def test_check_says_so_when_nothing_is_wrong(run_yaml, tmp_path, monkeypatch):
     assert json.loads(succeed("config", "check", run_yaml, "--json")) == {
         "valid": True,
         "problems": [],
+        "hints": [],
     }
 
 

@@ -44,7 +44,7 @@ class Record:
 def record_of_step(line: Mapping[str, Any]) -> Record:
     """Return the record of a line of ``metrics.jsonl``.
 
-    Losses by source are called ``sources/NAME/loss``.
+    Losses by source are called ``sources/NAME/loss``, norms ``norms/attention/weight``.
     """
     values: dict[str, float] = {}
     for section, names in _SECTIONS.items():

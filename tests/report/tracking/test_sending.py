@@ -116,10 +116,13 @@ def test_a_tracker_that_fails_is_said_once_and_gets_all_later(run, tmp_path, mon
 def test_records_are_read_as_soon_as_they_are_whole(tmp_path):
     files, path = RecordFiles(tmp_path), tmp_path / "metrics.jsonl"
     assert list(files.new_records()) == []
-    path.write_text('{"step": 1, "loss": 2.0, "sources": {"books": {"loss": 1.5, "tokens": 8}}}\n{')
+    whole = {"step": 1, "loss": 2.0, "norms": {"mlp": {"weight": 3.0}}}
+    whole["sources"] = {"books": {"loss": 1.5, "tokens": 8}}
+    path.write_text(json.dumps(whole) + "\n{")
     (record,) = files.new_records()
     assert record.values["sources/books/loss"] == 1.5
     assert record.values["sources/books/tokens"] == 8.0
+    assert record.values["norms/mlp/weight"] == 3.0
     with path.open("a") as file:
         file.write('"step": 2}\n\0\0\n[]\n')
     assert [record.step for record in files.new_records()] == [2]
