@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from sppo.api import evaluate_as_rank
 from sppo.cli.arguments import (
@@ -25,17 +27,18 @@ from sppo.cli.arguments import (
     load_evaluated_run,
 )
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import Screen, emit, item_table, written
+from sppo.cli.printing import Screen, emit, item_table, table, written
 from sppo.output_file import check_output_files
+from sppo.plots.needle import needle_plot
 from sppo.plots.positions import position_plot
 from sppo.report.lines import print_line
 from sppo.report.metrics import finite_or_none
 from sppo.training.input_checks import EvaluatedWeights
 from sppo.training.start import prepare_evaluation, start_ranks
-from sppo.units import counted, format_count
+from sppo.units import counted, format_count, format_tokens
 
 if TYPE_CHECKING:
-    from sppo.training.evaluation import Evaluation
+    from sppo.training.evaluation import Evaluation, FoundNeedles
 
 
 _PROGRESS_LINES = 10
@@ -63,7 +66,10 @@ def evaluate(
         ),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw loss by position here.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw loss by position here, or needles by length and depth."
+        ),
     ] = None,
     json_output: Json = False,
 ) -> None:
@@ -106,32 +112,65 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def _draw(found: Evaluation, path: Path) -> None:
-    """Draw the loss by position into `path`."""
+    """Draw needles by length and depth into `path`, or the loss by position of other data."""
+    weights = f"weights of step {found.step} from {found.weights_from}"
+    if found.needles is not None:
+        exact, documents = (
+            sum(getattr(cell, name) for cell in found.needles) for name in ("exact", "documents")
+        )
+        needle_plot(
+            path,
+            shares={(own.length, own.depth): own.exact / own.documents for own in found.needles},
+            facts=(f"{exact} of {documents} found", found.tokens_from, weights),
+        )
+        return
     kind = "held-out" if found.held_out else "training"
     facts = (
         f"loss {found.loss:.3f}",
         f"perplexity {found.perplexity:.2f}",
         f"{format_count(found.num_tokens)} {kind} tokens of {found.tokens_from}",
-        f"weights of step {found.step}",
+        weights,
     )
-    edges = [*(row.start for row in found.by_position), found.by_position[-1].end]
-    losses = [row.loss for row in found.by_position]
-    position_plot(path, {"": (edges, {"": losses})}, facts=facts)
+    position_plot(path, {"": {"": found.by_position}}, facts=facts)
 
 
 def _screen(found: Evaluation) -> Screen:
-    """Yield the loss by position, and of all tokens."""
-    yield "loss by position in the context"
-    columns = {
-        "positions": lambda row: f"{row.start} to {row.end - 1}",
-        "tokens": lambda row: str(row.num_tokens),
-        "loss": lambda row: f"{row.loss:.4f}",
-    }
-    yield item_table(found.by_position, columns, left=0)
+    """Yield needles by length and depth or the loss by position, and figures of all tokens."""
+    if found.needles is None:
+        yield "loss by position in the context"
+        yield item_table(
+            found.by_position,
+            {
+                "positions": lambda row: f"{row.start} to {row.end - 1}",
+                "tokens": lambda row: str(row.num_tokens),
+                "loss": lambda row: f"{row.loss:.4f}",
+            },
+            left=0,
+        )
+    else:
+        yield "needles found, percent, by length of the document and depth of the needle"
+        yield _needle_table(found.needles)
     sequences = counted(found.num_sequences, "sample" if found.are_samples else "sequence")
     what = "held-out tokens" if found.held_out else "training tokens (no data.eval_tokens given)"
+    exact = "" if found.exact is None else f", exact {found.exact:.1%} of samples"
     yield (
-        f"loss {found.loss:.4f}, perplexity {found.perplexity:.3f} over {found.num_tokens} {what} "
+        f"loss {found.loss:.4f}, perplexity {found.perplexity:.3f}, accuracy {found.accuracy:.1%}"
+        f"{exact} over {found.num_tokens} {what} "
         f"in {sequences} of {found.tokens_from}, weights of step {found.step} from "
         f"{found.weights_from}"
     )
+
+
+def _needle_table(needles: Sequence[FoundNeedles]) -> Table:
+    """Return the shares of needles found: a row for each depth, a column for each length."""
+    shares = {(own.length, own.depth): own.exact / own.documents for own in needles}
+    lengths = sorted({length for length, _ in shares})
+    rows = (
+        [f"{depth} %"]
+        + [
+            "" if share is None else f"{share:.0%}"
+            for share in (shares.get((length, depth)) for length in lengths)
+        ]
+        for depth in sorted({depth for _, depth in shares})
+    )
+    return table(["depth", *map(format_tokens, lengths)], rows, left=0)

@@ -27,7 +27,7 @@ _LARGEST_PT, _SMALLEST_PT = 13.0, 4.0
 
 
 def needle_plot(
-    path: Path, *, found: Mapping[tuple[int, int], Sequence[bool]], facts: Sequence[str]
+    path: Path, *, shares: Mapping[tuple[int, int], float], facts: Sequence[str]
 ) -> None:
     """Draw the share of needles that were found into `path`, a PNG of 1600 by 900 pixels.
 
@@ -35,22 +35,22 @@ def needle_plot(
 
     Args:
         path: File to write.
-        found: Whether the answer of each document was predicted, by length and depth.
+        shares: Share of the needles that were found, by length of the document and depth.
         facts: What is written below the title.
 
     Raises:
         OSError: The file cannot be written.
     """
-    lengths = sorted({length for length, _ in found})
-    depths = sorted({depth for _, depth in found})
-    shares = np.full((len(depths), len(lengths)), np.nan)
-    for (length, depth), outcomes in found.items():
-        shares[depths.index(depth), lengths.index(length)] = np.mean(outcomes)
+    lengths = sorted({length for length, _ in shares})
+    depths = sorted({depth for _, depth in shares})
+    table = np.full((len(depths), len(lengths)), np.nan)
+    for (length, depth), share in shares.items():
+        table[depths.index(depth), lengths.index(length)] = share
     figure = new_figure()
     axes = figure.add_axes(_AREA)
-    axes.imshow(shares, cmap=_COLOURS, vmin=0, vmax=1, aspect="auto")
+    axes.imshow(table, cmap=_COLOURS, vmin=0, vmax=1, aspect="auto")
     size_pt = _text_pt(figure, rows=len(depths), columns=len(lengths))
-    for (row, column), share in np.ndenumerate(shares):
+    for (row, column), share in np.ndenumerate(table):
         if np.isfinite(share) and size_pt >= _SMALLEST_PT:
             colour = "white" if share >= _WHITE_FROM else INK
             text = f"{100 * share:.0f}"

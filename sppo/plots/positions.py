@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sppo.output_file import write_figure
 from sppo.plots.frame import BLUE, PALE_BLUE, QUIET, SMALL_PT, clean_axes, new_figure, write_title
@@ -20,19 +20,31 @@ _BETWEEN = 0.06
 """Fraction of the width of the figure between two panels."""
 _ROOM = 0.15
 """Fraction of the range of losses that is left free above and below."""
-_MOST_COLUMNS = 16
-"""Most columns of a figure whose losses are written beside them."""
-
-Curves = Mapping[str, Sequence[float]]
-"""Mean loss of each bin of positions, NaN without labels, by the name of the curve, in order."""
+_MOST_EDGES = 17
+"""Most edges of the bins of a figure whose losses are written beside them."""
 
 
-def position_plot(
-    path: Path,
-    panels: Mapping[str, tuple[Sequence[int], Curves]],
-    *,
-    facts: Sequence[str],
-) -> None:
+class Bin(Protocol):
+    """Mean loss of the labels of tokens at positions ``[start, end)`` in the context."""
+
+    @property
+    def start(self) -> int:
+        """First position."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; may be NaN."""
+
+
+Curves = Mapping[str, Sequence[Bin]]
+"""Bins that have labels, by the name of the curve, in order."""
+
+
+def position_plot(path: Path, panels: Mapping[str, Curves], *, facts: Sequence[str]) -> None:
     """Draw the loss by position into `path`, a PNG of 1600 by 900 pixels.
 
     Each bin of positions is one column. All columns are equally wide although each bin has twice
@@ -41,8 +53,7 @@ def position_plot(
 
     Args:
         path: File to write.
-        panels: First position of each bin and the end of the last bin, and the curves, by the name
-            of their token data.
+        panels: Curves by the name of their token data.
         facts: What is written below the title.
 
     Raises:
@@ -52,9 +63,9 @@ def position_plot(
     left, bottom, width, height = _AREA
     step = (width + _BETWEEN) / len(panels)
     xlabel = "position in the context, tokens (columns double in length)"
-    for place, (name, (edges, curves)) in enumerate(panels.items()):
+    for place, (name, curves) in enumerate(panels.items()):
         axes = figure.add_axes((left + place * step, bottom, step - _BETWEEN, height))
-        _draw_curves(axes, edges, curves, panels=len(panels))
+        _draw_curves(axes, curves, panels=len(panels))
         if place == len(panels) - 1 and len(curves) > 1:
             _name_curves(axes, curves)
         clean_axes(
@@ -67,17 +78,21 @@ def position_plot(
     write_figure(path, figure)
 
 
-def _draw_curves(axes: Axes, edges: Sequence[int], curves: Curves, *, panels: int) -> None:
+def _draw_curves(axes: Axes, curves: Curves, *, panels: int) -> None:
     """Draw the curves of one of so many panels, from pale to dark."""
-    columns, count = len(edges) - 1, len(curves)
-    bottom, top = _limits([v for own in curves.values() for v in own if math.isfinite(v)])
+    every = [own for bins in curves.values() for own in bins]
+    edges = sorted({own.start for own in every} | {own.end for own in every})
+    columns = {edge: column for column, edge in enumerate(edges)}
+    bottom, top = _limits([own.loss for own in every if math.isfinite(own.loss)])
     axes.set_ylim(bottom, top)
-    axes.set_xlim(-0.1, columns + 0.1)
-    for number, losses in enumerate(curves.values(), start=1):
-        width = 2.8 if number in (1, count) else 1.3
-        _draw_columns(axes, losses, colour=_shade(number / count), width=width, bottom=bottom)
-    if columns * panels <= _MOST_COLUMNS:
-        _write_losses(axes, losses, offset_pt=5 if count == 1 else -13)
+    axes.set_xlim(-0.1, len(edges) - 0.9)
+    for number, bins in enumerate(curves.values(), start=1):
+        losses = {columns[own.start]: own.loss for own in bins}
+        width = 2.8 if number in (1, len(curves)) else 1.3
+        colour = _shade(number / len(curves))
+        _draw_columns(axes, losses, colour=colour, width=width, bottom=bottom)
+        if number == len(curves) and len(edges) * panels <= _MOST_EDGES:
+            _write_losses(axes, losses, offset_pt=5 if number == 1 else -13)
     shown = range(0, len(edges), panels)
     axes.set_xticks(shown, [format_tokens(edges[place]) for place in shown])
 
@@ -108,20 +123,21 @@ def _shade(share: float) -> str:
 
 
 def _draw_columns(
-    axes: Axes, losses: Sequence[float], *, colour: str, width: float, bottom: float
+    axes: Axes, losses: Mapping[int, float], *, colour: str, width: float, bottom: float
 ) -> None:
-    for column, loss in enumerate(losses):
+    """Draw losses by column; columns without labels stay empty."""
+    for column, loss in losses.items():
         if not math.isfinite(loss):
             axes.text(column + 0.5, bottom, "NaN", ha="center", va="bottom", color=QUIET)
             continue
-        if column:
+        if column - 1 in losses:
             axes.plot([column, column], [losses[column - 1], loss], color=PALE_BLUE, lw=1.1)
         axes.plot([column, column + 1], [loss] * 2, color=colour, lw=width)
 
 
-def _write_losses(axes: Axes, losses: Sequence[float], *, offset_pt: float) -> None:
+def _write_losses(axes: Axes, losses: Mapping[int, float], *, offset_pt: float) -> None:
     """Write losses beside their columns, `offset_pt` above them."""
-    for column, loss in enumerate(losses):
+    for column, loss in losses.items():
         if math.isfinite(loss):
             axes.annotate(
                 f"{loss:.3f}",

@@ -6,11 +6,13 @@ better.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sppo.data.needle.cells import read_cells
 from sppo.data.run_tokens import open_evaluated
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import TokenData
@@ -29,6 +31,18 @@ _NO_LABEL = (
     "{directory}: no label of its first {counted} counts: the first token of an isolated document "
     "is nobody's label, nor is one that a loss mask leaves out"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FoundNeedles:
+    """Needle documents of one length and depth, and how many of their answers are predicted."""
+
+    length: int
+    """Tokens of a document."""
+    depth: int
+    """Share of the text before the needle, in percent."""
+    documents: int
+    exact: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,13 @@ class Evaluation:
     """True if the tokens are ``data.eval_tokens`` rather than training tokens."""
     are_samples: bool = False
     """True if `num_sequences` counts samples."""
+    accuracy: float = 0.0
+    """Fraction of the labels that are the most likely token."""
+    exact: float | None = None
+    """Fraction of the samples with labels all of whose labels are: greedy decoding gives them. None
+    for sequences of a stream."""
+    needles: tuple[FoundNeedles, ...] | None = None
+    """Needles found by length and depth; None if the data is not that of ``sppo data needle``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,4 +187,22 @@ def evaluate(
         str(ready.data.directory),
         run.data.eval_tokens is not None,
         are_samples,
+        found.accuracy,
+        found.exact if are_samples else None,
+        _needles(ready.data, ready.whole, found) if are_samples else None,
+    )
+
+
+def _needles(
+    data: TokenData, whole: EvaluatedSet, found: SetLosses
+) -> tuple[FoundNeedles, ...] | None:
+    """Return the needles found in whole documents; None of other data, or if any is cut."""
+    cells = read_cells(data.directory, num_documents=data.num_documents)
+    if cells is None or whole.samples.num_samples != data.num_documents:
+        return None
+    outcomes: dict[tuple[int, int], list[bool]] = defaultdict(list)
+    for cell, is_exact in zip(cells.cells, found.exact_samples.tolist(), strict=False):
+        outcomes[cell.length, cell.depth].append(is_exact)
+    return tuple(
+        FoundNeedles(*where, len(own), sum(own)) for where, own in sorted(outcomes.items())
     )

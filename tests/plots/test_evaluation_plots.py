@@ -9,6 +9,7 @@ import pytest
 from sppo.plots import needle, positions
 from sppo.plots.needle import needle_plot
 from sppo.plots.positions import position_plot
+from sppo.training.validation.sums import PositionLoss
 
 
 @pytest.fixture
@@ -25,8 +26,8 @@ def texts(axes):
 
 
 def test_needles_are_in_the_cell_of_their_length_and_depth(figures, tmp_path):
-    found = {(8192, 0): [True], (4096, 100): [True, False, False], (8192, 100): [False]}
-    needle_plot(tmp_path / "a.png", found=found, facts=["12 %"])
+    shares = {(8192, 0): 1.0, (4096, 100): 1 / 3, (8192, 100): 0.0}
+    needle_plot(tmp_path / "a.png", shares=shares, facts=["12 %"])
     (axes,) = figures[0].axes
     cells = {tuple(map(round, text.get_position())): text.get_text() for text in axes.texts}
     assert cells == {(1, 0): "100", (0, 1): "33", (1, 1): "0"}  # none at 4Ki and 0 %
@@ -39,22 +40,31 @@ def test_needles_are_in_the_cell_of_their_length_and_depth(figures, tmp_path):
 
 
 def test_many_depths_have_no_text_that_cannot_be_read(figures, tmp_path):
-    found = {(1024, depth): [True] for depth in range(101)}
-    needle_plot(tmp_path / "a.png", found=found, facts=[])
+    shares = {(1024, depth): 1.0 for depth in range(101)}
+    needle_plot(tmp_path / "a.png", shares=shares, facts=[])
     assert texts(figures[0].axes[0]) == []
     assert len(figures[0].axes[0].get_yticklabels()) < 20
 
 
 def test_one_curve_for_each_validation_and_one_panel_for_each_set(figures, tmp_path):
-    curves = {f"step {step}": [3.0 - step, math.nan, 2.0 - step] for step in range(3)}
-    panels = {"held_out": ([0, 64, 128, 256], curves), "chat": ([0, 64], {"step 0": [1.5]})}
+    edges = [(0, 64), (64, 128), (256, 512)]
+    curves = {
+        f"step {step}": [
+            PositionLoss(*own, loss, 9)
+            for own, loss in zip(edges, (3.0 - step, math.nan, 2.0 - step), strict=True)
+        ]
+        for step in range(3)
+    }
+    panels = {"held_out": curves, "chat": {"step 0": [PositionLoss(0, 64, 1.5, 9)]}}
     position_plot(tmp_path / "a.png", panels, facts=[])
     first, second = figures[0].axes
     assert (first.get_title(loc="left"), second.get_title(loc="left")) == ("held_out", "chat")
     levels = {float(line.get_ydata()[0]) for line in first.lines if len(line.get_ydata()) == 2}
     assert {1.0, 2.0, 3.0, 0.0} <= levels
-    assert {"1.000", "0.000"} <= set(texts(first))  # of the last validation alone
-    assert "3.000" not in texts(first)
+    assert set(texts(first)) == {"1.000", "0.000", "NaN"}  # of the last validation alone
+    assert [label.get_text() for label in first.get_xticklabels()] == ["0", "128", "512"]
+    (at,) = (text.xy[0] for text in first.texts if text.get_text() == "0.000")
+    assert at == 3.5  # nothing is known of 128 to 256
     position_plot(tmp_path / "a.png", {"held_out": panels["held_out"]}, facts=[])
     legend = figures[1].axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["step 0", "step 2"]

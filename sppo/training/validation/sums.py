@@ -60,11 +60,15 @@ class SetLosses:
         return _share(int(self.sample_correct.sum()), self.num_labels)
 
     @property
+    def exact_samples(self) -> NDArray[np.bool_]:
+        """Whether each sample has labels and is an exact match."""
+        is_exact: NDArray[np.bool_] = self.sample_correct == self.sample_labels
+        return is_exact & (self.sample_labels > 0)
+
+    @property
     def exact(self) -> float:
         """Share of exact matches among the samples that have labels; NaN if there are none."""
-        has_labels = self.sample_labels > 0
-        matches = has_labels & (self.sample_correct == self.sample_labels)
-        return _share(int(matches.sum()), int(has_labels.sum()))
+        return _share(int(self.exact_samples.sum()), int((self.sample_labels > 0).sum()))
 
 
 def _share(part: float, whole: int) -> float:
