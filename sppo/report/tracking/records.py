@@ -51,6 +51,8 @@ def record_of_step(line: Mapping[str, Any]) -> Record:
         values |= _numbers(section, names, line)
     for name, source in (line.get("sources") or {}).items():
         values |= _numbers(f"sources/{name}", _OF_SOURCE, source)
+    for kind, norms in (line.get("norms") or {}).items():
+        values |= _numbers(f"norms/{kind}", ("weight", "gradient"), norms)
     values |= {name: math.nan for name in _NAN_IF_NULL if name not in values}
     return Record("steps", line["step"], values)
 
