@@ -12,17 +12,22 @@ import typer
 from rich.console import Console
 
 from sppo.cli.arguments import Json
+from sppo.cli.data_show import document_screen
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, columns, emit
+from sppo.data.document_text import document_text
 from sppo.data.preparation.prepare import PreparedTokens, prepare_tokens
 from sppo.data.preparation.row_options import RowOptions
 from sppo.data.preparation.tokenizers import EndOfDocument
+from sppo.data.tokens import open_tokens
 from sppo.quoting import one_line
 from sppo.report.display import Display
 from sppo.report.lines import print_line
 from sppo.units import MIB, counted, format_bytes, format_count
 
 _TELL_EVERY_S = 10.0
+_SHOWN_CHARACTERS = 600
+"""Most characters of each part of the first document, which shows the mask."""
 
 
 def prepare(
@@ -262,6 +267,9 @@ def _prepared_screen(prepared: PreparedTokens) -> Screen:
     yield columns([f"  {name}", text] for name, text in rows.items())
     if prepared.untrained_documents:
         yield f"nothing is trained on in {', '.join(prepared.untrained_documents)}"
+    if prepared.num_counting_tokens is not None and meta.format not in (None, "ids"):
+        first = document_text(open_tokens(prepared.directory), 0)
+        yield from document_screen(first, most_characters=_SHOWN_CHARACTERS)
 
 
 def _left_out(prepared: PreparedTokens) -> str:

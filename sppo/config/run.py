@@ -104,7 +104,7 @@ class SequenceConfig(Section):
     longer: Literal["cut", "drop", "refuse"] = "cut"
     """Treatment of a document longer than ``length`` with ``data.samples=documents``. cut: cut into
     consecutive samples of at most ``length`` tokens, each with its own positions; drop: left out;
-    refuse: an error before the start."""
+    refuse: an error before the start, also of chats unless the key is given."""
     num_subsequences: Auto | Annotated[int, Field(ge=1, le=MOST_SUBSEQUENCES)] = "auto"
     """N: number of subsequences that each sequence is cut into. auto: the number that solve
     predicts to be the fastest that fits into memory, with subsequences of at least 1Ki tokens on a

@@ -78,6 +78,12 @@ def check_tokens(run: RunConfig, tokens: TokenData) -> None:
             f"be below it. Set model.vocab_size to at least {meta.max_id + 1}, or prepare the data "
             "with the model's tokenizer"
         )
+    if meta.is_chat and run.data.samples == "stream" and not run.data.isolate_documents:
+        problems.append(
+            f"{tokens.directory}: chats, which would attend to each other in a stream; write "
+            "data.isolate_documents=true, or data.samples=documents, with train.samples_per_step "
+            "in place of train.sequences_per_step"
+        )
     if table_of(run, tokens).num_samples == 0:
         problems.append(why_no_sample(run, tokens))
     if problems:

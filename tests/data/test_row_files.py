@@ -8,6 +8,7 @@ import pytest
 
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.tokens import open_tokens
+from tests.data.chats import ASKED, CALLED, REASONED, TOOLS, template, write_tokenizer
 
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -105,6 +106,31 @@ def test_saved_datasets(tmp_path, plain):
         (tmp_path / "saved/state.json").write_text(json.dumps({**state, **changes}))
         with pytest.raises(ValueError, match=message):
             contents(tmp_path, tmp_path / "saved")
+
+
+def test_chats_from_every_kind_of_file(tmp_path):
+    """Tables give each message the keys of all: those without a value are none of it."""
+    datasets = pytest.importorskip("datasets")
+    model = write_tokenizer(tmp_path / "model", template("qwen3"))
+    called = json.loads(json.dumps(CALLED))
+    for message in called:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    called[1]["content"] = None
+    rows = [
+        {"messages": called, "tools": TOOLS},
+        {"messages": REASONED},
+        {"messages": [{**ASKED[1], "train": True}, {**ASKED[2], "train": False}, *ASKED[3:]]},
+    ]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for name in KINDS:
+        (tmp_path / name).write_bytes(KINDS[name](rows))
+    found = set()
+    for name in (*KINDS, "saved"):
+        out = tmp_path / f"tokens-{name}"
+        meta = prepare_tokens([tmp_path / name], tokenizer=str(model), out=out).meta
+        found.add((meta.tokens_sha256, meta.loss_mask_sha256, meta.documents_sha256))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.parquet", "x.arrow"])

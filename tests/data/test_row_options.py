@@ -2,9 +2,21 @@
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from sppo.cli.data import app
+from sppo.data.run_tokens import check_tokens
 from sppo.data.tokens import open_tokens
-from tests.data.rows import ASKED, END, documents, prepared, write_chatml_tokenizer, write_rows
+from tests.data.rows import (
+    ASKED,
+    END,
+    SAID,
+    documents,
+    prepared,
+    write_chatml_tokenizer,
+    write_rows,
+)
+from tests.make import make_run
 
 MESSAGES = {"messages": ASKED}
 
@@ -87,3 +99,33 @@ def test_the_same_tokens_from_several_processes(tokenizer, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=f"^{path}:51: message 1: its content is None"):
         prepared(tokenizer, path, chat_template="chatml", out=tmp_path / "no", workers=2)
     assert not (tmp_path / "no").exists()
+
+
+def test_runs_of_chats_neither_join_nor_cut_them_unasked(tokenizer, tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", *[MESSAGES] * 3)
+    data = open_tokens(prepared(tokenizer, path, chat_template="chatml").directory)
+    longest = int(np.diff(data.document_offsets).max()) - 1
+    documents = {"data": {"samples": "documents"}, "train": {"samples_per_step": 1}}
+
+    def check(length, **keys):
+        model = {"preset": "tiny", "vocab_size": data.vocab_size}
+        sequence = {"length": length, **keys.pop("sequence", {})}
+        check_tokens(make_run(model=model, sequence=sequence, **keys), data)
+
+    with pytest.raises(ValueError, match=r"data.isolate_documents=true, or data.samples=documents"):
+        check(8)
+    check(8, data={"isolate_documents": True})
+    check(longest, **documents)
+    with pytest.raises(ValueError, match=r"sequence.longer refuse: 3 of 3 documents are longer"):
+        check(longest - 1, **documents)
+    check(longest - 1, sequence={"longer": "cut"}, **documents)
+
+
+def test_the_first_document_is_shown(tokenizer, tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", MESSAGES)
+    words = ["prepare", "--tokenizer", str(tokenizer), "--chat-template", "chatml", str(path),
+             "--out", str(tmp_path / "tokens"), "--column", "messages=messages"]  # fmt: skip
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert SAID.strip() in result.stdout
+    assert CliRunner().invoke(app, [*words, "--column", "text"]).exit_code == 2

@@ -56,6 +56,8 @@ def table_of(run: RunConfig, tokens: TokenData) -> SampleTable:
     length, longer = run.sequence.length, run.sequence.longer
     if run.data.samples == "stream":
         return stream_table(tokens.num_tokens, length=length)
+    if tokens.meta.is_chat and "longer" not in run.sequence.model_fields_set:
+        longer = "refuse"  # the end of a chat, which is cut off, is what is learnt
     return sample_table(tokens.document_offsets, length=length, longer=longer)
 
 
