@@ -18,6 +18,7 @@ from rich.console import Console
 from sppo.config import RunConfig, load_run, run_sections
 from sppo.config.rules import log_run_warnings
 from sppo.config.run import DEGREES
+from sppo.data.samples.label_share import with_label_share_if_there
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware
 from sppo.output_file import check_output_files, write_json
@@ -131,7 +132,7 @@ def estimate(run: RunSource) -> Estimate:
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    run = _run_of(run)
+    run = with_label_share_if_there(_run_of(run))
     log_run_warnings(run)
     return estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
 
@@ -152,7 +153,7 @@ def steps_to_simulate(
     if isinstance(what, ExecutionPlan):
         plans = [what, *(replace(what, schedule=name) for name in schedules)]
         return [plan.evaluated() for plan in plans], ()
-    run = _run_of(what)
+    run = with_label_share_if_there(_run_of(what))
     log_run_warnings(run)
     hardware = run_hardware(run)
     whole, chosen = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)

@@ -85,6 +85,9 @@ class DataConfig(Section):
     isolate_documents: bool = False
     """Whether attention stops at document boundaries inside a sequence, as it always does between
     samples."""
+    label_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the tokens whose label counts, by which plans price the head: it computes no others.
+    null: the share in the loss mask, where ``train`` and ``estimate`` find one, otherwise 1."""
 
     @property
     def directories(self) -> Mapping[str, str]:

@@ -3,7 +3,8 @@
 Model FLOPs are causal and without recomputation. Forward: 2 FLOPs per weight and token for every
 matrix product, including the vocabulary projection but not the embedding look-up, plus
 ``4 * N * D`` per visible (query, key) pair and layer: 2 for q.k, 2 for p.v; a causal sequence of S
-tokens has S(S+1)/2 pairs. Backward counts twice the forward.
+tokens has S(S+1)/2 pairs. Backward counts twice the forward. Tokens whose label does not count have
+no FLOPs of the vocabulary projection, which does not compute them.
 ``mfu`` = model FLOPs / (time * peak). ``hfu`` uses executed FLOPs, which include recomputation and
 the flash backward at 2.5 times the attention forward instead of 2.
 """
@@ -58,7 +59,7 @@ def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> 
 
 
 def forward_flops(model: ModelConfig, *, start: int, end: int) -> int:
-    """Return the forward model FLOPs of tokens ``start..end-1`` of a sequence, layers and head."""
+    """Return the forward model FLOPs of tokens ``start..end-1``, if the labels of all count."""
     linear = (layer_flops(model) * model.num_layers + head_flops(model)) * (end - start)
     pairs = sum(
         causal_pairs(start, end, window=model.window_of(index)) for index in range(model.num_layers)
@@ -67,7 +68,7 @@ def forward_flops(model: ModelConfig, *, start: int, end: int) -> int:
 
 
 def step_flops(model: ModelConfig, *, length: int, sequences: int) -> int:
-    """Return the model FLOPs of a training step: forward and backward of all its sequences."""
+    """Return the model FLOPs of forward and backward of sequences in which all labels count."""
     return int((1 + BACKWARD_RATIO) * forward_flops(model, start=0, end=length) * sequences)
 
 
@@ -76,13 +77,32 @@ def sample_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
     return sum(step_flops(model, length=length, sequences=1) for length in lengths)
 
 
-def partition_costs(model: ModelConfig) -> tuple[float, float]:
+def ignored_flops(model: ModelConfig, tokens: int) -> int:
+    """Return the FLOPs that a step saves for tokens whose label does not count: the head's."""
+    return int((1 + BACKWARD_RATIO) * head_flops(model) * tokens)
+
+
+def linear_flops(model: ModelConfig, *, label_share: float = 1.0) -> float:
+    """Return the forward FLOPs per token of all matrix products of the layers and the head.
+
+    Args:
+        model: Model configuration.
+        label_share: Share of the tokens whose label counts.
+    """
+    return layer_flops(model) * model.num_layers + head_flops(model) * label_share
+
+
+def partition_costs(model: ModelConfig, *, label_share: float = 1.0) -> tuple[float, float]:
     """Return (a, b) of :mod:`sppo.planning.partition`: FLOPs per token and per visible pair.
 
     Both cover all layers and the head. Attention with a sliding window is nearly linear in the
     number of tokens, so its FLOPs count per token.
+
+    Args:
+        model: Model configuration.
+        label_share: Share of the tokens whose label counts.
     """
-    linear = float(layer_flops(model) * model.num_layers + head_flops(model))
+    linear = linear_flops(model, label_share=label_share)
     quadratic = 0.0
     for index in range(model.num_layers):
         window = model.window_of(index)

@@ -97,6 +97,7 @@ class Workload:
             does; in this trainer each device has them whole.
         correction: Correction of compute seconds by measured steps of a run.
         moments: Precision of the optimizer's moments, "bf16" or "fp32".
+        label_share: Share of the tokens whose label counts, which alone the head computes.
     """
 
     model: ModelConfig
@@ -107,6 +108,7 @@ class Workload:
     vocabulary_sharded: bool = False
     correction: CostCorrection = UNCORRECTED
     moments: str = "fp32"
+    label_share: float = 1.0
 
     @property
     def moments_bytes(self) -> int:
@@ -237,11 +239,11 @@ def head_parts(
 ) -> dict[str, Table]:
     """Return the seconds by part of the last norm, the vocabulary projection, loss and gradients.
 
-    All run in F, tile by tile of tokens, so products are priced at the shape of a tile. An
-    evaluation has no gradients.
+    All run in F, tile by tile of the tokens whose label counts, so products are priced at the shape
+    of a tile. An evaluation has no gradients.
     """
     model, device = workload.model, workload.hardware.device
-    here = tokens / workload.sequence_parallel_degree
+    here = tokens * workload.label_share / workload.sequence_parallel_degree
     most = tile_tokens(model.vocab_size, element_bytes=workload.element_bytes, device=device.kind)
     tile = np.minimum(here, most)
     tiles, matrix = here / tile, [(model.vocab_size, model.hidden_size)]

@@ -34,8 +34,7 @@ from sppo.cost.flops import (
     BACKWARD_RATIO,
     FLASH_BACKWARD_RATIO,
     causal_pairs,
-    head_flops,
-    layer_flops,
+    linear_flops,
     pair_flops,
     partition_costs,
     recomputed_linear_flops,
@@ -234,7 +233,9 @@ def costs_without_activations(candidate: Candidate) -> Costs:
     # Only layers are lent (MSP), and each device of a sequence-parallel group sends its part.
     lent = layer_parameters(workload.model) / workload.sequence_parallel_degree
     lent_parameters = candidate.layer_counts * lent
-    slope_linear, slope_quadratic = partition_costs(workload.model)
+    slope_linear, slope_quadratic = partition_costs(
+        workload.model, label_share=workload.label_share
+    )
     lengths = np.array(candidate.lengths * candidate.sequences)
     kv_bytes, kv_gradient_bytes = (own[:, None] * lengths for own in kv_tokens(candidate))
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
@@ -343,9 +344,10 @@ def placed_bytes(
 
 
 def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
-    """Return the FLOPs that a step of one replica executes (numerator of ``hfu``).
+    """Return the FLOPs that a step of one replica executes if all labels count.
 
-    Recomputation counts, but not that of K and V.
+    Less :func:`ignored_flops` it is the numerator of ``hfu``. Recomputation counts, but not that of
+    K and V.
     """
     model, parts, layers = candidate.workload.model, candidate.sample_parts, candidate.layer_counts
     spans = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
@@ -353,7 +355,7 @@ def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
     for index in range(model.num_layers):
         pairs += causal_pairs(*spans, window=model.window_of(index))
     attention = pair_flops(model) * parts.by_subsequence(pairs)
-    linear = layer_flops(model) * model.num_layers + head_flops(model)
+    linear = linear_flops(model)
     rows = np.tensordot(layers / layers.sum(), placement.recomputed, axes=1)
     again = rows[:, LINEAR] * recomputed_linear_flops(model) * model.num_layers
     again += rows[:, ATTENTION] / np.array(candidate.lengths) * attention

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.cost.flops import BACKWARD_RATIO, head_flops, layer_flops
+from sppo.cost.flops import BACKWARD_RATIO, linear_flops
 from sppo.cost.layer import PART_NAMES, Workload
 from sppo.cost.stage_cost import (
     copy_bytes_per_s,
@@ -101,10 +101,14 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
         sum(stage[part] for stage in stage_parts(candidate)) for part in ("products", "attention")
     )
     # Products in all subsequences, and attention, whose backward also counts what it recomputes.
-    linear = layer_flops(workload.model) * workload.model.num_layers + head_flops(workload.model)
-    products = (1 + BACKWARD_RATIO) * sum(candidate.lengths) * linear
+    products, of_all_labels = (
+        (1 + BACKWARD_RATIO)
+        * sum(candidate.lengths)
+        * linear_flops(workload.model, label_share=share)
+        for share in (workload.label_share, 1.0)
+    )
     nothing = evaluated.placement._replace(recomputed=0 * evaluated.placement.recomputed)
-    attention = executed_flops(candidate, nothing) / candidate.sequences - products
+    attention = executed_flops(candidate, nothing) / candidate.sequences - of_all_labels
     degree, devices = workload.sequence_parallel_degree, evaluated.degrees.num_devices
     rates = {
         "matrix products": products / degree / products_s,

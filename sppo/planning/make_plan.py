@@ -9,7 +9,7 @@ import numpy as np
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import of_ranks
-from sppo.cost.flops import step_flops
+from sppo.cost.flops import ignored_flops, step_flops
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.unit_working_sets import block_layout
 from sppo.cost.stage_cost import row_bytes_of
@@ -52,7 +52,10 @@ def predict(evaluated: EvaluatedCandidate) -> Prediction:
     candidate = evaluated.candidate
     workload, hardware = candidate.workload, candidate.workload.hardware
     sequences = candidate.sequences * candidate.data_parallel_degree
-    flops = step_flops(workload.model, length=sum(candidate.lengths), sequences=sequences)
+    length = sum(candidate.lengths)
+    flops = step_flops(workload.model, length=length, sequences=sequences)
+    ignored = round((1 - workload.label_share) * length * sequences)
+    flops -= ignored_flops(workload.model, ignored)
     peak = hardware.device.flops_per_s(workload.dtype) * candidate.num_devices
     forward_s, backward_s = compute_seconds(evaluated)
     row_bytes, placement = row_bytes_of(candidate)[0], evaluated.placement

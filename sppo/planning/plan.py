@@ -207,6 +207,7 @@ class ExecutionPlan:
             sequence_parallel_degree=self.sequence_parallel_degree,
             sequence_parallel=self.sequence_parallel,
             moments=self.run.get("optimizer", {}).get("moments", "fp32"),
+            label_share=self.run["data"].get("label_share", 1.0),
         )
         return Candidate(
             workload,
@@ -320,19 +321,22 @@ def planned_part(run: RunConfig) -> dict[str, Any]:
     planned = run.model_dump(mode="json", include=_PLANNED_KEYS, exclude=_EXCEPT)
     if run.optimizer.moments != "fp32":  # else as in plans of versions without the key
         planned["optimizer"] = {"moments": run.optimizer.moments}
+    if run.data.label_share is not None:
+        planned["data"]["label_share"] = run.data.label_share
     return planned
 
 
 def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
     """Raise ValueError if `plan` was made for another run.
 
-    Models are compared by shape, so a plan for a preset also fits weights of the same shape.
+    Models are compared by shape, so a plan for a preset also fits weights of the same shape. A plan
+    fits whatever share of labels counts.
 
     Raises:
         ValueError: The plan does not match; the message names every differing key with both values.
     """
     planned, now = plan.run, planned_part(run)
-    differences = list(_differences(_with_shape_alone(planned), _with_shape_alone(now)))
+    differences = list(_differences(_compared(planned), _compared(now)))
     if differences:
         raise ValueError(
             f"the plan was made for another run: {'; '.join(differences)}. Make it again with "
@@ -340,12 +344,13 @@ def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
         )
 
 
-def _with_shape_alone(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `keys` without those of the model that no plan rests on."""
+def _compared(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `keys` without those that a run may change: its model's name, its share of labels."""
     model = {key: value for key, value in keys["model"].items() if key not in _NOT_OF_THE_SHAPE}
     if model.get("position") != "learned":  # no table of positions
         model.pop("max_positions", None)
-    return {**keys, "model": model}
+    data = {key: value for key, value in keys["data"].items() if key != "label_share"}
+    return {**keys, "model": model, "data": data}
 
 
 def _differences(

@@ -25,6 +25,7 @@ from sppo.cost.memory.state_memory import checkpoint_bytes
 from sppo.cost.parameters import num_parameters
 from sppo.data.run_tokens import open_sources
 from sppo.data.sample_rows import TrainingData
+from sppo.data.samples.label_share import with_label_share
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape, check_streams
@@ -105,6 +106,7 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
     if job.mesh.is_distributed:
         peers.check_same(input_facts(run, data.sources))
     peers.decided_by_main(lambda: data.check_labels(steps=run.train.steps))
+    run = peers.decided_by_main(lambda: with_label_share(run, data, data.sources))
     if run.data.samples == "documents":
         run = run_of_longest_samples(run, longest=int(data.table.lengths.max()))
     planned = replace(job, run=run)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sppo.cost.flops import sample_flops
+from sppo.cost.flops import ignored_flops, sample_flops
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.data.sample_rows import TrainingData
@@ -223,16 +223,19 @@ class SampleSteps(StepSource):
             self._sequence([own[index] for index in packed if index != PADDING], planned.tokens)
             for packed, planned in zip(plan.packed.samples, plan.sequences, strict=True)
         ]
+        model, tokens = self._run.model, sum(own_lengths)
+        num_valid = sum(sequence.num_valid for sequence in sequences)
+        padded = sum(len(sequence.tokens_S) for sequence in sequences)
         return StepWork(
             number=step + 1,
             sequences=sequences,
             boundaries=[sequence.boundaries for sequence in plan.sequences],
-            num_valid=sum(sequence.num_valid for sequence in sequences),
+            num_valid=num_valid,
             planned=PlannedStep(plan.program, plan.placements),
             consumed=samples,
-            tokens=sum(own_lengths),
-            model_flops=sample_flops(self._run.model, own_lengths),
-            executed_flops=plan.executed_flops,
+            tokens=tokens,
+            model_flops=sample_flops(model, own_lengths) - ignored_flops(model, tokens - num_valid),
+            executed_flops=plan.executed_flops - ignored_flops(model, padded - num_valid),
             step_s=plan.predicted_s,
             phases_s=plan.phases_s,
             memory=self._memory(plan),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sppo.config import RunConfig
-from sppo.cost.flops import step_flops
+from sppo.cost.flops import ignored_flops, step_flops
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.stage_cost import executed_flops
 from sppo.data.sample_rows import TrainingData
@@ -143,15 +143,17 @@ class SequenceSteps(StepSource):
         indices = self._data.step_samples(consumed)
         first = mesh.at.data * count
         own = [self._data.row([index]) for index in indices[first : first + count]]
+        num_valid = sum(sequence.num_valid for sequence in own)
+        saved_flops = ignored_flops(run.model, count * length - num_valid)
         return StepWork(
             number=step + 1,
             sequences=own,
             boundaries=[self._plan.boundaries] * count,
-            num_valid=sum(sequence.num_valid for sequence in own),
+            num_valid=num_valid,
             consumed=indices,
             tokens=count * length,
-            model_flops=step_flops(run.model, length=length, sequences=count),
-            executed_flops=self._executed_flops,
+            model_flops=step_flops(run.model, length=length, sequences=count) - saved_flops,
+            executed_flops=self._executed_flops - saved_flops,
             step_s=predicted.step_s,
             phases_s=(predicted.forward_s, predicted.backward_s, predicted.update_s),
             memory=self._plan.rank_memory[mesh.at.pipeline].device,

@@ -14,6 +14,7 @@ from sppo.cost.flops import (
     causal_pairs,
     forward_flops,
     head_flops,
+    ignored_flops,
     layer_flops,
     pair_flops,
     partition_costs,
@@ -74,7 +75,9 @@ def test_executed_products_are_those_counted(variant, policy):
             Candidate(Workload(model, PRESETS["laptop-cpu"]), tuple(lengths.tolist())),
             ActivationPlacement(retained, 0 * recomputed, recomputed),
         )
-    assert counted.flops == expected - passes * attention
+    ignored = sum(23 - data.num_valid for data in sequences)
+    assert ignored
+    assert counted.flops == expected - passes * attention - ignored_flops(model, ignored)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -82,7 +85,7 @@ def test_forward_products_are_those_counted(variant):
     model = tiny_model(variant)
     trained = Trained(model, random_weights(model))
     with ProductFlops() as counted:
-        trained.engine.evaluate(random_sequence(model, 23), (0, 5, 6, 23))
+        trained.engine.evaluate(random_sequence(model, 23, ignored=0.0), (0, 5, 6, 23))
     expected = forward_flops(model, start=0, end=23)
     assert counted.flops == expected - attention_flops(model, 23)
     assert step_flops(model, length=23, sequences=3) == 9 * expected

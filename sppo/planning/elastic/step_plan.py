@@ -76,7 +76,7 @@ class StepPlan:
 
     @property
     def executed_flops(self) -> int:
-        """FLOPs that the step executes, including recomputation."""
+        """FLOPs that the step executes if all labels count, including recomputation."""
         return executed_flops(self.evaluated.candidate, self.evaluated.placement)
 
     @property

@@ -123,6 +123,7 @@ def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> 
         sequence_parallel_degree=degrees.sequence_parallel,
         sequence_parallel=run.parallel.sequence_parallel,
         moments=run.optimizer.moments,
+        label_share=run.data.label_share or 1.0,
     )
 
 

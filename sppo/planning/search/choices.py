@@ -408,7 +408,7 @@ def cut_sequence(run: RunConfig, *, num_subsequences: int, num_stages: int) -> t
         return lengths_of(
             boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment)
         )
-    linear, quadratic = partition_costs(run.model)
+    linear, quadratic = partition_costs(run.model, label_share=run.data.label_share or 1.0)
     cuts = boundaries_by_flops(
         length,
         num_subsequences=num_subsequences,

@@ -11,6 +11,7 @@ from math import prod
 import torch
 
 from sppo.config.run import DEGREES, RunConfig
+from sppo.data.samples.label_share import with_label_share_if_there
 from sppo.data.samples.step_lengths import drawn_steps_if_there
 from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.hardware.run_hardware import hardware_for
@@ -130,6 +131,7 @@ def chosen_degrees(
     local_ranks = ranks if environment is None else environment.local_world_size
     device = choose_device(run, environment=environment)
     hardware = machine_of_ranks(run, device, num_ranks=ranks, local_ranks=local_ranks)
+    run = with_label_share_if_there(run)
     whole, _ = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
     return {name: getattr(whole.parallel, name) for name in run.parallel.open_degrees}
 
