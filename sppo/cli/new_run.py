@@ -297,7 +297,7 @@ def _lines(plain: dict[str, Any], made: _Sections) -> Iterator[str]:
         for key, value in section.items():
             text = f"  {key}: {_flow(value)}"
             known = made.get(name, {}).get(key)
-            why = known.why if known is not None and known.value == value else ""
+            why = known.why if known is not None and str(known.value) == str(value) else ""
             yield f"{text:<{_COMMENT_COLUMN}}# {why}" if why else text
 
 
