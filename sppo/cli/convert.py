@@ -122,9 +122,12 @@ def to_hf(
         fields, trained_as = _trained(metadata, source=source)
         extras, reason = chosen or _run_extras(fields.get("from_hf"))
         template = None
-        if chosen is None and (trained := trained_tokenizer(_token_directories(metadata))):
+        directories = [] if chosen else _token_directories(metadata)
+        if trained := trained_tokenizer(directories):
             template = template_change(extras, trained)
             extras = with_trained(extras, trained)
+        elif gone := next((path for path in directories if not path.exists()), None):
+            template = f"that of the base, if it has one: {gone}, the run's tokens, is not there"
         model = _model(fields, source=source)
         kind = trained_as if dtype is StoredType.KEEP else dtype.value
         readme = _provenance(metadata, source=source)

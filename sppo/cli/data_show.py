@@ -39,14 +39,13 @@ def show(
     """Print one document as text, and mark what of it is trained on.
 
     Text that is trained on is coloured on a terminal, and stands between « and » elsewhere. The
-    first line tells how many tokens are trained on. JSON has all ids, and for each whether it is
-    trained on.
+    first line tells how many tokens are trained on, what --train-on asked for, and by which method
+    the text of the assistant was told. JSON has all ids, and for each whether it is trained on.
 
         sppo data show data/chat 3
     """
     with exit_codes():
-        data = open_tokens(directory)
-        shown = document_text(data, number)
+        shown = document_text(open_tokens(directory), number)
     emit(
         lambda: _values(shown),
         lambda: document_screen(shown, trained_only=trained_only),
@@ -69,6 +68,8 @@ def document_screen(
         f"document {shown.document} of {shown.num_documents:,} (from 0):"
         f" {counted(len(shown.ids), 'token')}, {num_trained:,} trained on"
         f" ({num_trained / len(shown.ids):.1%})"
+        + (f": {shown.train_on}" if shown.train_on else "")
+        + (f", told by {shown.mask_method}" if shown.mask_method else "")
     )
     more = " ..." if len(shown.ids) > _SHOWN_IDS else ""
     yield f"ids: {' '.join(map(str, shown.ids[:_SHOWN_IDS]))}{more}"

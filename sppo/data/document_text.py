@@ -42,6 +42,10 @@ class DocumentText:
     """For each id, whether predicting it counts in the loss."""
     pieces: tuple[Piece, ...]
     """The text; of ready-made ids, their numbers."""
+    train_on: str | None
+    """The part that was asked for; None if the data tell none."""
+    mask_method: str | None
+    """How the chat template told the text of the assistant; None for other documents."""
 
 
 def document_text(data: TokenData, number: int) -> DocumentText:
@@ -68,6 +72,8 @@ def document_text(data: TokenData, number: int) -> DocumentText:
         ids=tuple(ids.tolist()),
         trained=tuple(trained.tolist()),
         pieces=tuple(_pieces(ids, trained, _decoder(data))),
+        train_on=data.meta.train_on,
+        mask_method=data.meta.mask_method,
     )
 
 

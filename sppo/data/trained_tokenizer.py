@@ -24,6 +24,8 @@ _SETTINGS = "tokenizer_config.json"
 _KEPT = (_TOKENIZER, _SETTINGS, "special_tokens_map.json", TEMPLATE_FILE)
 _GENERATION = "generation_config.json"
 _END = "eos_token_id"
+_PLAIN_SETTINGS = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
+"""Settings of a tokenizer without any: without them it is taken for one of the model's family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,10 @@ def with_trained(base: Extras, trained: TrainedTokenizer) -> Extras:
     Texts also end with the ids that ended those that were trained on.
     """
     files = {**base.files, **trained.files}
-    if trained.template is not None and _SETTINGS in files:  # some programs read this file alone
-        settings = {**json.loads(files[_SETTINGS]), "chat_template": trained.template.decode()}
-        files[_SETTINGS] = _json(settings)
+    settings = json.loads(files.get(_SETTINGS, _PLAIN_SETTINGS))
+    if trained.template is not None:  # some programs read the settings alone
+        settings["chat_template"] = trained.template.decode()
+    files[_SETTINGS] = _json(settings)
     ids = dict(base.token_ids)
     if ends := _ends(ids.get(_END), trained.ends):
         ids[_END] = ends

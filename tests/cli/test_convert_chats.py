@@ -65,6 +65,12 @@ def test_a_model_of_random_weights_has_the_tokenizer_of_its_tokens(tokens, expor
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["eos_token_id"] == ids_of(tokens, "</s>", "<|im_end|>")
+    (tokens / "tokenizer_config.json").unlink()
+    shutil.rmtree(tmp_path / "m")
+    export(tokens)
+    plain = AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert plain.apply_chat_template(ASKED, tokenize=False) + "<|im_start|>assistant\n" == text
+    assert plain(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert list(report["missing"]) == ["generation_config.json", "bos_token_id", "pad_token_id"]
 
 
@@ -102,3 +108,12 @@ def test_a_chosen_tokenizer_is_taken_as_it_is(tokens, export, tmp_path):
     assert report["chat_template"] is None
     assert json.loads((tmp_path / "m/tokenizer_config.json").read_text())["chat_template"] == OTHER
     assert not (tmp_path / "m/chat_template.jinja").exists()
+
+
+def test_tokens_that_are_gone_are_named(tokens, export, tmp_path):
+    shutil.rmtree(tokens)
+    base = write_tokenizer(tmp_path / "base", CHATML)
+    report = export(tokens, base=base)
+    assert report["chat_template"].startswith("that of the base, if it has one: ")
+    assert str(tokens) in report["chat_template"]
+    assert "chat_template.jinja" not in report["copied"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from sppo.data.preparation.chat_template import CHATML
 from sppo.data.preparation.prepare import prepare_tokens
 from tests.conftest import call, succeed
 from tests.data.chats import write_tokenizer
@@ -79,6 +80,31 @@ def test_the_tokenizer_is_the_one_of_the_tokens(data: Path) -> None:
     Path("tokens/tokenizer.json").unlink()
     result = call("data", "show", data)
     assert "copy it to tokens/tokenizer.json" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "method", "answers"),
+    [
+        ((), "told by turns", "«a<|im_end|>» «b<|im_end|>»"),
+        (("--train-on", "last"), "told by turns", "«b<|im_end|>»"),
+    ],
+)
+def test_chats_show_how_their_answers_were_told(words, method, answers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "tokenizer", CHATML)
+    said = [
+        {"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "qawb", strict=True)
+    ]
+    Path("chats.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    succeed("data", "prepare", "--tokenizer", "tokenizer", "--out", "t", "chats.jsonl", *words)
+    text = succeed("data", "show", "t", "--trained-only")
+    assert method in text
+    assert " ".join(text.splitlines()[-len(answers.split()) :]) == answers
+    found = json.loads(succeed("data", "show", "t", "--json"))
+    assert (found["mask_method"], found["train_on"]) == (
+        "turns",
+        words[1] if words else "assistant",
+    )
 
 
 def test_documents_that_are_not_there(data: Path) -> None:
