@@ -18,6 +18,7 @@ from rich.console import Console
 from sppo.config import RunConfig, load_run, run_sections
 from sppo.config.rules import log_run_warnings
 from sppo.config.run import DEGREES
+from sppo.data.evaluated_sets import evaluated_lengths
 from sppo.data.samples.label_share import with_label_share_if_there
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware
@@ -34,6 +35,7 @@ from sppo.planning.run_plan import executed_candidate, in_schedule
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
 from sppo.planning.search.solver import solve as solve_stream
+from sppo.planning.validation_plan import ValidationPlan, plan_validation
 from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
@@ -86,6 +88,27 @@ def plan_of(solution: Solution | CorpusSolution) -> ExecutionPlan:
     return make_plan(solution.run, solution.best)
 
 
+def planned_validation(
+    run: RunConfig, step: EvaluatedCandidate, *, step_s: float | None = None
+) -> ValidationPlan | None:
+    """Return the plan of a run's validations on the layout of its steps; None if it has none.
+
+    Args:
+        run: Validated run configuration.
+        step: Step of the run; for samples, of the longest.
+        step_s: Predicted seconds of a step; None for those of `step`.
+    """
+    if run.validation is None or step.shortfall is not None:
+        return None
+    return plan_validation(
+        run,
+        candidate=step.candidate,
+        training=step.memory,
+        step_s=step_s or step.step_s,
+        lengths=evaluated_lengths(run),
+    )
+
+
 def solve(run: RunSource, *, lengths: str | None = None) -> ExecutionPlan:
     """Return the fastest plan for `run` that fits into memory.
 
@@ -134,7 +157,8 @@ def estimate(run: RunSource) -> Estimate:
     """
     run = with_label_share_if_there(_run_of(run))
     log_run_warnings(run)
-    return estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
+    found = estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
+    return replace(found, validation=planned_validation(run, found.evaluated))
 
 
 def steps_to_simulate(

@@ -19,6 +19,8 @@ from sppo.cli.solution.candidate import (
     policy_text,
     shortfall_json,
     stages_json,
+    validation_json,
+    validation_line,
 )
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.estimate import Estimate
@@ -55,6 +57,7 @@ def _values(found: Estimate) -> dict[str, Any]:
         "node_host_peak_bytes": evaluated.node_host_bytes,
         "model": {**asdict(found.counts), "state_bytes": found.counts.state_bytes},
         "stages": stages_json(evaluated),
+        **validation_json(found.validation),
         "hardware": hardware_json(found.hardware),
     }
 
@@ -88,6 +91,7 @@ def _plan_lines(found: Estimate) -> Iterator[str]:
         yield f"chosen by solve: {', '.join(found.chosen)}"
     if evaluated.shortfall is None:
         yield "fits"
+        yield from validation_line(found.validation)
     else:
         yield f"does not fit: {evaluated.shortfall.reason}"
         yield "sppo solve says what would"

@@ -9,19 +9,21 @@ from typing import Annotated
 
 import typer
 
-from sppo.api import find_solution, plan_of
+from sppo.api import find_solution, plan_of, planned_validation
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.cli.printing import emit, print_json, working
 from sppo.cli.solution.corpus import CorpusAnswer
 from sppo.cli.solution.stream import StreamAnswer
-from sppo.config import load_run
+from sppo.config import RunConfig, load_run
 from sppo.output_file import check_output_files, write_json
 from sppo.planning.changes import Change, improvements
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.planning.plan import plan_json
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
+from sppo.planning.validation_plan import ValidationPlan
 
 PlanOutput = Annotated[
     Path | None,
@@ -88,8 +90,18 @@ def solve(
                 paying = improvements(solution)
         plan = str(output or "plan.json")
         train = shlex.join(["sppo", "train", str(run_file), *(overrides or []), "--plan", plan])
-        answer = _kind_of(solution)(solution, (), train, output, paying)
+        validation = _validation(run, solution)
+        answer = _kind_of(solution)(solution, (), train, output, paying, validation)
         emit(answer.json, answer.screen, as_json=json_output)
+
+
+def _validation(run: RunConfig, solution: Solution | CorpusSolution) -> ValidationPlan | None:
+    """Return the plan of the run's validations on the layout of the best plan."""
+    best = solution.best
+    assert best is not None, "find_solution raises if nothing fits"
+    if isinstance(best, EvaluatedCandidate):
+        return planned_validation(run, best)
+    return planned_validation(run, best.longest, step_s=best.seconds / len(best.plans))
 
 
 def _kind_of(solution: Solution | CorpusSolution) -> type[StreamAnswer | CorpusAnswer]:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_tokens
-from sppo.cost.layer import head_parts, saving_seconds, summed
-from sppo.cost.live_sets.working_set import working_sets
-from sppo.cost.memory.messages import exchanged_bytes, tokens_held
+from sppo.cost.layer import ACCUMULATION_BYTES, head_parts, saving_seconds, summed
+from sppo.cost.live_sets.working_set import same_prefixes, working_sets
+from sppo.cost.memory.messages import exchanged_bytes, sent_bytes, tokens_held
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 from sppo.cost.memory.unit_working_sets import loss_bytes
 from sppo.cost.sharding.weight_parts import rank_parts
 from sppo.cost.stage_cost import costs_without_activations
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs, Table
+from sppo.schedule.program import forward_program
 from sppo.schedule.schedule import Schedule
 
 
@@ -39,54 +41,81 @@ def forward_costs(candidate: Candidate) -> Costs:
     return replace(costs, forward_s=costs.forward_s - less)
 
 
+@lru_cache(maxsize=8)
+def evaluation_program(candidate: Candidate) -> Schedule:
+    """Return the forward-only program of a candidate whose schedule cuts no units; cached."""
+    return forward_program(
+        candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        num_virtual=candidate.virtual_stages,
+        lengths=candidate.sequence_lengths,
+        streams_weights=candidate.state.streams_weights,
+    )
+
+
 def forward_memory(
-    candidate: Candidate, program: Schedule, *, training: Sequence[StageMemory]
+    candidate: Candidate, *, training: Sequence[StageMemory]
 ) -> tuple[MemoryBuckets, ...]:
     """Return the memory of one device of each pipeline rank during a forward-only program.
 
     Args:
-        candidate: Candidate of the sequences, which have equal cuts.
-        program: Forward-only program of its sequences, with messages.
+        candidate: Candidate of the sequences, which have equal cuts; its schedule cuts no units.
         training: Memory of each rank in a training step, with the state that stays.
     """
-    on_cpu = candidate.workload.hardware.device.kind == "cpu"
-    element, found = candidate.workload.element_bytes, []
-    running, kv_bytes = _running_bytes(candidate), kv_tokens(candidate)[0]
-    row_bytes = candidate.workload.model.hidden_size * element
-    row_bytes //= candidate.workload.sequence_parallel_degree
-    exchanged = exchanged_bytes(candidate, np.array(candidate.lengths, dtype=np.float64))
-    last = len(candidate.lengths) - 1
+    element, on_cpu = candidate.workload.element_bytes, _on_cpu(candidate)
+    running, sent = _running_bytes(candidate), _sent_bytes(candidate)
+    # Sequences pass a stage one after another, each with its own K and V.
+    of_stages = candidate.by_rank(kv_tokens(candidate)[0] * sum(candidate.lengths))
+    interleaves = candidate.schedule in ("interleaved_1f1b", "interleaved_seq1f1b")
+    kv_bytes = of_stages.sum(axis=0) if interleaves else of_stages.max(axis=0)
+    found = []
     for rank, held in enumerate(training):
-        messages = tokens_held(program, rank=rank)
-        kv = most_kv = most_running = most_sent = 0.0
-        for action in program.programs[rank]:
-            if action.kind is not ActionKind.F:
-                continue
-            _, part = action.unit
-            size = kv_bytes[action.stage] * sum(candidate.lengths)
-            kv += size * (part == 0)
-            most_kv = max(most_kv, kv)
-            kv -= size * (part == last)
-            sent = next(messages)[0] * row_bytes + exchanged[part]
-            if running[action.stage, part] + sent > most_running + most_sent:
-                most_running, most_sent = running[action.stage, part], sent
+        own = [*candidate.stages_of_rank(rank)]
+        fullest = np.unravel_index((running + sent)[own].argmax(), running[own].shape)
         parts = rank_parts(candidate, rank=rank)
-        whole = round(parts.room_elements) * 4 * (candidate.zero >= 2)
+        whole = round(parts.room_elements) * ACCUMULATION_BYTES * (candidate.zero >= 2)
         kept = 0 if candidate.state.streams_gradients else held.device.gradients_bytes - whole
         gathered = parts.most_elements * element * on_cpu * (candidate.zero >= 3)
         found.append(
             replace(
                 held.device,
                 gradients_bytes=kept,
-                kv_bytes=round(most_kv),
+                kv_bytes=round(float(kv_bytes[rank])),
                 kv_gradients_bytes=0,
                 activations_bytes=0,
                 loss_gradient_bytes=0,
-                working_bytes=round(most_running),
-                communication_bytes=round(most_sent + gathered),
+                working_bytes=round(float(running[own][fullest])),
+                communication_bytes=round(float(sent[own][fullest]) + gathered),
             )
         )
     return tuple(found)
+
+
+def _on_cpu(candidate: Candidate) -> bool:
+    return candidate.workload.hardware.device.kind == "cpu"
+
+
+def _sent_bytes(candidate: Candidate) -> Table:
+    """Return the bytes of messages and exchanges during the forward of each unit, [stages, N].
+
+    On a CPU, messages are held until they are waited for, and counted along the program.
+    """
+    if not _on_cpu(candidate) or candidate.num_stages == 1:
+        bound: Table = sent_bytes(candidate)[0]
+        return bound
+    workload, program = candidate.workload, evaluation_program(candidate)
+    row_bytes = workload.model.hidden_size * workload.element_bytes
+    row_bytes //= workload.sequence_parallel_degree
+    found = np.zeros((candidate.num_stages, len(candidate.lengths)))
+    for rank, actions in enumerate(program.programs):
+        held = tokens_held(program, rank=rank)
+        for action in actions:
+            if action.kind is ActionKind.F:
+                place = action.stage, action.unit[1]
+                found[place] = max(found[place], next(held)[0] * row_bytes)
+    lengths = np.array(candidate.lengths, dtype=np.float64)
+    total: Table = found + exchanged_bytes(candidate, lengths)
+    return total
 
 
 def _running_bytes(candidate: Candidate) -> Table:
@@ -94,14 +123,13 @@ def _running_bytes(candidate: Candidate) -> Table:
     workload, degree = candidate.workload, candidate.workload.sequence_parallel_degree
     nothing = frozenset((ATTENTION, LINEAR))
     of_layers, of_loss = np.zeros((2, len(candidate.lengths)))
-    for part, (tokens, prefix) in enumerate(
-        zip(candidate.lengths, candidate.prefixes, strict=True)
-    ):
-        here = -(-tokens // degree)
+    here = -(-np.array(candidate.lengths) // degree)
+    prefixes = same_prefixes(workload, tokens=here * degree, prefixes=np.array(candidate.prefixes))
+    for part, (tokens, prefix) in enumerate(zip(here.tolist(), prefixes.tolist(), strict=True)):
         (_, of_layers[part]), _ = working_sets(
-            workload, tokens=here, prefix=prefix, recomputed=nothing, layers=1
+            workload, tokens=tokens, prefix=prefix, recomputed=nothing, layers=1
         )
-        of_loss[part] = loss_bytes(workload, tokens=tokens)
+        of_loss[part] = loss_bytes(workload, tokens=tokens * degree)
     found: Table = np.tile(of_layers, (candidate.num_stages, 1))
     found[-1] = np.maximum(of_layers, of_loss)
     return found

@@ -14,6 +14,7 @@ from sppo.planning.chosen_run import Draw, with_chosen_degrees
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import executed_candidate
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.validation_plan import ValidationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Estimate:
         counts: Counts of the model and one sequence.
         evaluated: Evaluated candidate, with memory by stage and the shortfall if it does not fit.
         chosen: Names of the keys that the solver chose.
+        validation: Plan of the run's validations; None if it has none, or does not fit.
     """
 
     run: RunConfig
@@ -58,6 +60,7 @@ class Estimate:
     counts: ModelCounts
     evaluated: EvaluatedCandidate
     chosen: tuple[str, ...] = ()
+    validation: ValidationPlan | None = None
 
 
 def estimate(run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None) -> Estimate:

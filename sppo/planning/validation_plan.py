@@ -17,15 +17,13 @@ from sppo.config.run import RunConfig
 from sppo.config.validation import ValidationSet
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
-from sppo.cost.forward_only import forward_costs, forward_memory
+from sppo.cost.forward_only import evaluation_program, forward_costs, forward_memory
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory, bucket_label
 from sppo.planning.evaluated_rows import rows_of
 from sppo.planning.longest_sequence import longest_tokens
 from sppo.planning.partition import boundaries_of, lengths_of
 from sppo.planning.search.choices import cut_sequence
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, order_of
-from sppo.schedule.program import forward_program
-from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB, counted, format_bytes
 
@@ -130,14 +128,14 @@ def set_boundaries(run: RunConfig, *, candidate: Candidate) -> tuple[int, ...]:
         run: Run of the set, of :func:`run_of_set`.
         candidate: Candidate of the steps.
     """
-    length, tokens = run.sequence.length, max(candidate.lengths)
-    if length == sum(candidate.lengths):
+    length, trained = run.sequence.length, sum(candidate.lengths)
+    if length == trained:
         return boundaries_of(candidate.lengths)
     if candidate.schedule in WHOLE_SEQUENCES:
         return (0, length)
     lengths = cut_sequence(
         run,
-        num_subsequences=ceil(length / tokens),
+        num_subsequences=ceil(length * len(candidate.lengths) / trained),
         num_stages=candidate.pipeline_parallel_degree,
     )
     return boundaries_of(lengths)
@@ -240,18 +238,8 @@ class SetPlanner:
 
     def _memory(self, lengths: tuple[int, ...], rows: int) -> tuple[MemoryBuckets, ...]:
         candidate = replace(self._layout, lengths=lengths, sequences=rows)
-        return forward_memory(candidate, _program(candidate), training=self._training)
+        return forward_memory(candidate, training=self._training)
 
     def _seconds(self, lengths: tuple[int, ...], rows: int) -> float:
         candidate = replace(self._layout, lengths=lengths, sequences=rows)
-        return simulate(_program(candidate), costs=forward_costs(candidate)).makespan_s
-
-
-def _program(candidate: Candidate) -> Schedule:
-    return forward_program(
-        candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        num_virtual=candidate.virtual_stages,
-        lengths=candidate.sequence_lengths,
-        streams_weights=candidate.state.streams_weights,
-    )
+        return simulate(evaluation_program(candidate), costs=forward_costs(candidate)).makespan_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from sppo.config.yaml_file import format_yaml
 from tests.cli.answers import answer, one_line
-from tests.conftest import refuse, succeed
+from tests.conftest import refuse, succeed, write_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs/run/gpt_7b_512k_32gpu.yaml"
@@ -105,3 +106,23 @@ def test_a_plan_is_no_run_file(run):
     succeed("solve", run, "-o", "plan.json")
     error = refuse("estimate", "plan.json")
     assert "plan.json has 1 problem\n  a plan of sppo solve, not a run file" in error
+
+
+def test_validations(tmp_path):
+    path = write_run(
+        tmp_path / "run.yaml",
+        model={"preset": "llama-3.2-1b", "vocab_size": 128256, "num_layers": 2},
+        sequence={"length": "64Ki", "num_subsequences": 8, "alignment": 128},
+        hardware={"preset": "h100", "devices_per_node": 1},
+        train={"dtype": "bf16"},
+        validation={"every": 10, "sets": {"a": {"tokens": "nowhere", "sequences": 5}}},
+    )
+    assert "validation: 5 sequences every 10 steps, " in succeed("estimate", path)
+    solved = json.loads(succeed("solve", path, "--json"))["validation"]
+    (own,) = solved["sets"]
+    assert (own["name"], own["sequences"], own["num_subsequences"]) == ("a", 5, 8)
+    assert own["seconds"] == solved["seconds"] > 0
+    assert solved["problem"] is None
+    longer = json.loads(succeed("estimate", path, "validation.sets.a.length=64Mi", "--json"))
+    problem = longer["validation"]["problem"]
+    assert problem.startswith("validation.sets.a: a sequence of 67108864 tokens needs ")

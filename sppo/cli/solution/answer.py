@@ -11,7 +11,12 @@ from typing import Any, Generic, TypeVar
 from rich.table import Table
 
 from sppo.cli.printing import Screen, Unbroken, columns, table
-from sppo.cli.solution.candidate import hardware_json, shortfall_json
+from sppo.cli.solution.candidate import (
+    hardware_json,
+    shortfall_json,
+    validation_json,
+    validation_line,
+)
 from sppo.cli.solution.explanation import explanation_json, explanation_screen
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.changes import Change
@@ -20,6 +25,7 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution, nearest_rejection
+from sppo.planning.validation_plan import ValidationPlan
 from sppo.planning.why_nothing_fits import rejected_lines
 from sppo.units import counted, format_bytes, format_count, format_duration
 
@@ -49,6 +55,7 @@ class Answer(ABC, Generic[Way]):
         output: File that the best plan was written to; None if there is none.
         improvements: Changes of the request that would increase throughput, for an answer that also
             says where the seconds of the best step go; None for a short one.
+        validation: Plan of the validations on the best layout; None if the run has none.
     """
 
     solution: Solution | CorpusSolution
@@ -56,6 +63,7 @@ class Answer(ABC, Generic[Way]):
     train: str = ""
     output: Path | None = None
     improvements: Sequence[Change] | None = None
+    validation: ValidationPlan | None = None
 
     @property
     def launch(self) -> tuple[str, ...]:
@@ -96,7 +104,7 @@ class Answer(ABC, Generic[Way]):
                 {"change": change.change, "effect": change.effect, **_figures(change, _FITS)}
                 for change in self.changes
             ]
-        return values | self._more_json()
+        return values | self._more_json() | validation_json(self.validation)
 
     def screen(self) -> Screen:
         """Yield the best way, its runners-up, launch commands, memory, and what does not work."""
@@ -104,6 +112,7 @@ class Answer(ABC, Generic[Way]):
         yield f"on {hardware_line(self.solution.hardware)}"
         yield self._ways_table()
         yield from self._notes()
+        yield from validation_line(self.validation)
         if left := self._left_over:
             yield (
                 f"{left} of {counted(self.solution.hardware.num_devices, 'device')} "

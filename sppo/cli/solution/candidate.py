@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -14,6 +14,7 @@ from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, Tier
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall
+from sppo.planning.validation_plan import ValidationPlan
 from sppo.units import format_bytes
 
 TIER_NAMES: Mapping[Tier, str] = {
@@ -61,6 +62,32 @@ def shortfall_json(shortfall: Shortfall | None) -> dict[str, Any] | None:
     if shortfall is None:
         return None
     return {**asdict(shortfall), "short_bytes": shortfall.short_bytes}
+
+
+def validation_json(plan: ValidationPlan | None) -> dict[str, Any]:
+    """Return the plan of validations as JSON values of a key; {} if there are none."""
+    if plan is None:
+        return {}
+    sets = [
+        {
+            "name": own.name,
+            "sequences": own.num_samples,
+            "length": own.boundaries[-1],
+            "num_subsequences": len(own.boundaries) - 1,
+            "at_once": own.at_once,
+            "seconds": own.seconds,
+            "peak_bytes": [rank.total_bytes for rank in own.memory],
+        }
+        for own in plan.sets
+    ]
+    totals = {"every": plan.every, "seconds": plan.seconds, "share": plan.share}
+    return {"validation": {**totals, "problem": plan.problem, "sets": sets}}
+
+
+def validation_line(plan: ValidationPlan | None) -> Iterator[str]:
+    """Yield the size, time and memory of validations; nothing if there are none."""
+    if plan is not None:
+        yield f"validation: {plan.text()}"
 
 
 def hardware_json(hardware: HardwareSpec) -> dict[str, Any]:
