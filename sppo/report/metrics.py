@@ -24,6 +24,19 @@ NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is 
 """Number that may not be finite, and is null in the file then."""
 
 
+@dataclass(frozen=True, slots=True)
+class SourceMetrics:
+    """Figures of one source of a mixture in one step, of all replicas."""
+
+    tokens: int
+    """Tokens of the source that the step trained on."""
+    labels: int
+    """Number of valid labels of the source."""
+    loss: NanIfNull
+    """Mean loss of these labels in nats; NaN without labels. The sum of the losses times the labels
+    of all sources is the loss of the step times its labels."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """Figures of one optimizer step, measured unless the field says otherwise."""
@@ -79,6 +92,8 @@ class StepMetrics:
     there were none."""
     disk_peak_bytes: int = 0
     """Bytes of the files of a disk tier, and of training state on the disk; sum over the ranks."""
+    sources: dict[str, SourceMetrics] | None = None
+    """Figures of each source of ``data.sources`` by name; None without a mixture."""
     samples: int | None = None
     """Number of samples of the step; None, like all fields below but `skipped`, in a run of the
     token stream."""

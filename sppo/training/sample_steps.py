@@ -219,9 +219,10 @@ class SampleSteps(StepSource):
         plan = taken.plan
         own = [samples[index] for index in plan.replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
+        packed = [[own[i] for i in places if i != PADDING] for places in plan.packed.samples]
         sequences = [
-            self._sequence([own[index] for index in packed if index != PADDING], planned.tokens)
-            for packed, planned in zip(plan.packed.samples, plan.sequences, strict=True)
+            self._sequence(within, planned.tokens)
+            for within, planned in zip(packed, plan.sequences, strict=True)
         ]
         model, tokens = self._run.model, sum(own_lengths)
         num_valid = sum(sequence.num_valid for sequence in sequences)
@@ -233,6 +234,7 @@ class SampleSteps(StepSource):
             num_valid=num_valid,
             planned=PlannedStep(plan.program, plan.placements),
             consumed=samples,
+            own=packed,
             tokens=tokens,
             model_flops=sample_flops(model, own_lengths) - ignored_flops(model, tokens - num_valid),
             executed_flops=plan.executed_flops - ignored_flops(model, padded - num_valid),

@@ -85,6 +85,8 @@ class StepWork(StepInput):
 
     consumed: Sequence[int]
     """Numbers of the sequences, or samples, that all replicas consume."""
+    own: Sequence[Sequence[int]]
+    """Those that each sequence of this replica consists of, in their order."""
     tokens: int
     """Number of tokens of this replica, without padding."""
     model_flops: int
@@ -142,15 +144,17 @@ class SequenceSteps(StepSource):
         )
         indices = self._data.step_samples(consumed)
         first = mesh.at.data * count
-        own = [self._data.row([index]) for index in indices[first : first + count]]
-        num_valid = sum(sequence.num_valid for sequence in own)
+        own = [[index] for index in indices[first : first + count]]
+        sequences = [self._data.row(samples) for samples in own]
+        num_valid = sum(sequence.num_valid for sequence in sequences)
         saved_flops = ignored_flops(run.model, count * length - num_valid)
         return StepWork(
             number=step + 1,
-            sequences=own,
+            sequences=sequences,
             boundaries=[self._plan.boundaries] * count,
             num_valid=num_valid,
             consumed=indices,
+            own=own,
             tokens=count * length,
             model_flops=step_flops(run.model, length=length, sequences=count) - saved_flops,
             executed_flops=self._executed_flops - saved_flops,

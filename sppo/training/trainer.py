@@ -149,7 +149,7 @@ class StepLoop:
         self._job, self._run, self._peers = job, run, peers
         self._state, self._outcome, self._source = state, outcome, source
         self._data, self._validator = checked.data, validator
-        self._checkpoints, self._records = checkpoints, StepRecords(job, outcome)
+        self._checkpoints, self._records = checkpoints, StepRecords(job, checked.data, outcome)
         self._consumed = 0
         """Number of sequences, or samples, that all earlier steps consumed."""
         self._guard = NonFiniteGuard(run, peers)

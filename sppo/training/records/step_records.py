@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
+from sppo.data.sample_rows import TrainingData
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.report.display import TrainingDisplay
 from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics
@@ -14,6 +15,7 @@ from sppo.report.step_line import step_line
 from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from sppo.training.job import Job
 from sppo.training.records.outcome import TrainingOutcome
+from sppo.training.records.source_losses import by_source
 from sppo.training.records.tracking import tracked
 from sppo.training.step import DoneStep, StepWork
 
@@ -74,8 +76,9 @@ class StepRecords:
     ends after its state is saved.
     """
 
-    def __init__(self, job: Job, outcome: TrainingOutcome) -> None:
+    def __init__(self, job: Job, data: TrainingData, outcome: TrainingOutcome) -> None:
         self._job, self._run, self._outcome = job, job.run, outcome
+        self._data = data
         self._first_step = outcome.first_step
         self._started = time.perf_counter()
         self._file: JsonlSink | None = None
@@ -151,6 +154,7 @@ class StepRecords:
             grad_norm=done.sums.norm,
             clipped=None if done.lr is None else done.clipped,
             norms=done.norms,
+            sources=by_source(work, done.result, self._data, job),
             lr=lr,
             tokens=int(tokens),
             labels=done.sums.num_valid,

@@ -6,15 +6,16 @@ import shutil
 import numpy as np
 import pytest
 
+from sppo.config import load_run
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import default_of
+from tests.training.jobs import evaluate_initial, records, train_alone
 from tests.training.whole_runs.test_parallel_runs import (
     MODEL,
     ONE,
     OPTIMIZER,
     alone,
     assert_like_alone,
-    counted,
     overrides,
     run_on,
 )
@@ -23,7 +24,7 @@ STEPS = 5
 DOCUMENTS = {"books": (60, 70, 90, 64, 130), "chat": (5, 6, 9, 2, 11), "code": (20, 31, 9, 40)}
 WEIGHTS = {"books": 60, "chat": 10, "code": 30}
 KINDS = {
-    "stream": {"train": {"sequences_per_step": 4}},
+    "stream": {"data": {"isolate_documents": True}, "train": {"sequences_per_step": 4}},
     "documents": {"data": {"samples": "documents"}, "train": {"samples_per_step": 4}},
     "documents by tokens": {
         "data": {"samples": "documents", "weights": "samples"},
@@ -68,13 +69,28 @@ def reference(tmp_path_factory):
     return directory
 
 
+def assert_same_sources(directory):
+    """Every step trained on the same of each source, as one process did, with equal losses."""
+    ours, theirs = (records(directory / output) for output in ("other", "alone"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["sources"].keys() == other["sources"].keys()
+        for name, expected in other["sources"].items():
+            figures = mine["sources"][name]
+            for count in ("tokens", "labels"):
+                assert figures[count] == expected[count], (name, count)
+            if expected["labels"]:
+                assert figures["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+            else:
+                assert figures["loss"] is expected["loss"] is None
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "shape"), itertools.product(KINDS, DEGREES))
+@pytest.mark.parametrize(("kind", "shape"), list(itertools.product(KINDS, DEGREES)))
 def test_any_degrees_read_what_one_process_reads(ranks, tmp_path, reference, kind, shape):
     job = shutil.copytree(reference(kind), tmp_path / "job")
     run_on(ranks, job, shape, STEPS, "other")
     assert_like_alone(job, "other")
-    assert counted(job / "other") == counted(job / "alone")
+    assert_same_sources(job)
 
 
 @pytest.mark.parametrize("kind", default_of(KINDS, "stream", "documents by tokens"))
@@ -88,4 +104,46 @@ def test_a_run_that_ends_after_every_step_goes_on_with_other_degrees(
         else:
             run_on(ranks, job, shape, steps, "other")
     assert_like_alone(job, "other")
-    assert counted(job / "other") == counted(job / "alone")
+    assert_same_sources(job)
+
+
+@pytest.mark.parametrize("kind", default_of(KINDS, "stream"))
+def test_losses_of_sources_add_up_to_the_loss_of_the_step(reference, kind):
+    for step in records(reference(kind) / "alone"):
+        sources = step["sources"].values()
+        assert sum(source["tokens"] for source in sources) == step["tokens"]
+        assert sum(source["labels"] for source in sources) == step["labels"]
+        total = sum(source["loss"] * source["labels"] for source in sources if source["labels"])
+        assert total == pytest.approx(step["loss"] * step["labels"], rel=1e-9)
+        assert all((source["loss"] is None) == (source["labels"] == 0) for source in sources)
+
+
+def test_the_loss_of_a_source_is_that_of_an_evaluation_of_it(tmp_path, monkeypatch):
+    """With weights that stay, over a block of draws that is whole epochs of both sources."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate("ab"):
+        starts = range(3, 3 + 3 * seed + 9, 3 + seed)[:3]
+        write_tokens(tmp_path / name, num_tokens=20, documents=starts, seed=seed)
+    sources = {name: {"tokens": name, "weight": 1, "max_epochs": 999} for name in "ab"}
+    path = write_run(
+        tmp_path / "run.yaml",
+        data={"tokens": None, "sources": sources, "samples": "documents", "weights": "samples"},
+        optimizer={"lr": 0},
+        train={"samples_per_step": 512, "steps": 2},
+        planning={"ahead": False},
+    )
+    steps = records(train_alone(load_run(path)).output)
+    for name in "ab":
+        found = evaluate_initial(load_run(path, {"data.eval_tokens": name}))
+        own = [step["sources"][name] for step in steps]
+        labels = sum(source["labels"] for source in own)
+        loss = sum(source["loss"] * source["labels"] for source in own) / labels
+        assert labels == 128 * found.num_tokens
+        assert loss == pytest.approx(found.loss, rel=1e-6)
+
+
+def test_a_run_of_one_data_set_has_no_sources(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens")
+    outcome = train_alone(load_run(write_run(tmp_path / "run.yaml", train={"steps": 1})))
+    assert records(outcome.output)[0]["sources"] is None
