@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from sppo.report.metrics import StepMetrics, read_metrics
 from sppo.units import format_count
 
 _RATE, _BAD = "#c47f2a", "#c0392b"
+_OF_SOURCES = ("#2e8b57", "#8e44ad", "#b5651d", "#148f9c", "#8a8d1e", "#c2185b")
+"""Colours of the sources of a mixture; that many sources are drawn, those with most tokens."""
 
 # Fractions of the figure: left edge, bottom edge, width, height.
 _LOSS_AREA = (0.07, 0.285, 0.84, 0.53)
@@ -26,8 +29,8 @@ def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
     """Draw the run recorded in ``metrics_path`` into ``png_path``, 1600 by 900 pixels.
 
     The plot shows the loss of each step, its running mean, its last value as a number, a mark at
-    every skipped step, and the learning rate in a strip below. The title is the name of the run's
-    directory.
+    every skipped step, and the learning rate in a strip below; of a mixture also the running mean
+    of the loss of each source. The title is the name of the run's directory.
 
     Args:
         metrics_path: Path of the run's ``metrics.jsonl``.
@@ -78,6 +81,7 @@ def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
     if len(steps) > window:
         mean = running_mean(losses, window=window)
         axes.plot(numbers, mean, color=BLUE, linewidth=2.2, label=f"mean of {window} steps")
+    _draw_sources(axes, steps, window=window)
     _mark_skipped(axes, [m.step for m in steps if m.skipped])
     _annotate_last(axes, steps)
     what = f"cross entropy with {terms}" if terms else "loss"
@@ -93,6 +97,18 @@ def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
         edgecolor="none",
         framealpha=0.85,  # curves can be seen through it
     )
+
+
+def _draw_sources(axes: Any, steps: Sequence[StepMetrics], *, window: int) -> None:
+    """Draw the running mean of the loss of each source of a mixture."""
+    numbers, tokens = [m.step for m in steps], Counter[str]()
+    for step in steps:
+        tokens.update({name: own.tokens for name, own in (step.sources or {}).items()})
+    for (name, _), colour in zip(tokens.most_common(), _OF_SOURCES, strict=False):
+        own = [(step.sources or {}).get(name) for step in steps]
+        losses = [math.nan if source is None else source.loss for source in own]
+        mean = running_mean(losses, window=window)
+        axes.plot(numbers, mean, color=colour, linewidth=1.2, label=f"{name}, mean")
 
 
 def _limits(numbers: Sequence[int]) -> tuple[float, float]:
