@@ -42,7 +42,7 @@ def test_the_file_is_accepted_as_it_is_and_trains(kind, model, data, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(_new(kind, model, "train.dtype=fp32"))
     assert "no problems" in succeed("config", "check", "run.yaml")
-    succeed("train", "run.yaml", "train.steps=1")
+    succeed("train", "run.yaml", "train.epochs=0.01")
     assert (tmp_path / f"runs/chat-{kind}/metrics.jsonl").exists()
 
 
@@ -50,16 +50,20 @@ def test_length_and_steps_follow_from_the_data(model, data, tmp_path):
     text = _new("sft", model)
     (tmp_path / "run.yaml").write_text(text)
     run = load_run(tmp_path / "run.yaml")
-    assert (run.sequence.length, run.sequence.longer) == (99, "refuse")
+    assert run.sequence.length == 99
     assert run.train.samples_per_step == 4
-    assert run.train.steps == 21  # two epochs of 41 samples
+    assert run.train.epochs == 2
+    assert "# 21 steps" in text
+    assert "length: longest" in text
     assert run.parallel.open_degrees == ()
     assert "# 41 documents, 4.1k tokens, all labels count" in text
     assert "# track: {to: wandb}" in text
     text = _new("sft", model, "sequence.length=95", "track.to=wandb")
     assert "longer: drop" in text
-    assert "# 40 documents are longer, up to 99 tokens" in text
+    assert "# without 40 longer documents of up to 99 tokens" in text
     assert "# track:" not in text
+    text = _new("sft", model, "train.steps=5", "train.tokens_per_step=99")
+    assert not any(key in text for key in ("epochs", "samples_per_step"))
 
 
 def test_an_extension_stretches_to_the_length_asked_for(model, data, tmp_path):
