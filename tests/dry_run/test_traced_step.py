@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
+from sppo.engine import unit
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.attention.choice import CAPABILITIES
 from sppo.units import MIB
@@ -133,6 +135,33 @@ def test_a_step_waits_for_the_gpu_only_at_its_end_and_a_trace_leaves_nothing_beh
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is FakeTensor]
     assert "dry_run" not in getattr(torch.cuda.Stream, "__module__", "")
+
+
+@pytest.mark.parametrize("ignored", [1, *exhaustive(3000)])
+def test_labels_that_do_not_count_take_no_memory_and_no_wait(ignored, monkeypatch):
+    """Of each unit the first labels; the peak is in the head, of whose input rows are selected."""
+    model = {
+        "vocab_size": 128256, "hidden_size": 2048, "num_layers": 1, "num_heads": 8, "head_size": 64,
+        "mlp_size": 512,
+    }  # fmt: skip
+    run = run_of(model, "recompute", length=8001, pieces=1)
+    plan = plan_for_gpu(run)
+    whole = trace_step(run, plan)
+    monkeypatch.setattr(unit, "counting_labels", partial(last_labels, ignored=ignored))
+    some = trace_step(run, plan)
+    assert some.host_waits == whole.host_waits
+    for bucket, (_, held) in some.buckets.items():
+        assert held <= whole.buckets[bucket][1] + MIB, bucket
+
+
+def last_labels(labels_S, parts, *, device, ignored):
+    """The labels of each part without the first ``ignored`` of them: fake labels have no values."""
+    for part in parts:
+        rows = torch.arange(ignored, part.stop - part.start)
+        positions = part.start + rows
+        yield unit.UnitLabels(
+            unit.copied(labels_S[positions], device), unit.copied(rows, device), positions
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

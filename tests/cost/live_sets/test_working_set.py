@@ -28,6 +28,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.kernels import half_products, row_tiles
 from sppo.kernels.attention import blocks as attention_blocks
 from sppo.kernels.attention import cpu_flash, rectangle_attention
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.cpu_allocator import LEAST_POOLED_BYTES
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
@@ -35,7 +36,7 @@ from sppo.planning.evaluation_plan import plan_evaluation
 from sppo.training.state import DTYPES
 from tests.cost.pool import peak_beyond, peak_of_step, threads
 from tests.make import make_run
-from tests.tiers import each_once
+from tests.tiers import each_once, exhaustive
 
 LLAMA = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 1408}
 SHAPES = {
@@ -68,8 +69,8 @@ def model_of(shape: str) -> ModelConfig:
     return ModelConfig(num_layers=LAYERS, **SHAPES[shape])
 
 
-def measured(model, *, dtype, policy, lengths, input_every):
-    """Peak of a step beyond what outlives it."""
+def measured(model, *, dtype, policy, lengths, input_every, ignored=()):
+    """Peak of a step beyond what outlives it; the labels at ``ignored`` do not count."""
     weights = {n: w.to(DTYPES[dtype]) for n, w in initial_weights(model, seed=0).items()}
     engine = Engine(
         model,
@@ -79,8 +80,9 @@ def measured(model, *, dtype, policy, lengths, input_every):
         pipeline=Pipeline(input_every=input_every),
     )
     tokens = torch.arange(sum(lengths) + 1) % model.vocab_size
-    cuts = [*accumulate(lengths, initial=0)]
-    return peak_of_step(engine, SequenceData(tokens[:-1], tokens[1:]), cuts)
+    cuts, labels = [*accumulate(lengths, initial=0)], tokens[1:].clone()
+    labels[list(ignored)] = IGNORED_LABEL
+    return peak_of_step(engine, SequenceData(tokens[:-1], labels), cuts)
 
 
 def machine():
@@ -168,6 +170,17 @@ def test_constants_are_those_of_the_kernels():
     assert gpu_attention_live_sets.SPAN_KEYS == rectangle_attention.MAX_BACKWARD_KEYS
     assert gpu_attention_live_sets.CALL_ELEMENTS == rectangle_attention.MAX_FORWARD_ELEMENTS
     assert cpu_attention_live_sets.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
+
+
+@pytest.mark.parametrize("dtype", ["fp32", *exhaustive("bf16")])
+def test_selected_rows_of_the_head_take_no_more(dtype):
+    """With one label masked nearly all rows are copied; the peak is in the head."""
+    shape = {"hidden_size": 512, "num_heads": 1, "head_size": 64, "mlp_size": 64}
+    model = ModelConfig(num_layers=1, vocab_size=12288, **shape)
+    case = {"dtype": dtype, "policy": "recompute", "lengths": (512,), "input_every": 1}
+    whole = measured(model, **case)
+    assert measured(model, **case, ignored=[5]) <= 1.005 * whole
+    assert measured(model, **case, ignored=range(0, 512, 2)) < 0.8 * whole
 
 
 def test_an_evaluation_needs_what_is_predicted():
