@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from sppo.output_file import write_figure
 from sppo.plots.frame import BLUE, INK, PALE_BLUE, SMALL_PT, clean_axes, new_figure, write_title
-from sppo.report.metrics import StepMetrics, read_metrics
+from sppo.report.metrics import StepMetrics, read_metrics, read_records
+from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from sppo.units import format_count
 
 _RATE, _BAD = "#c47f2a", "#c0392b"
+_OF_SETS = ("#d2691e", "#6a3d9a", "#1b7f5c", "#7a7a7a")
+"""Colours of the sets of validations; that many sets are drawn, the first ones."""
 _OF_SOURCES = ("#2e8b57", "#8e44ad", "#b5651d", "#148f9c", "#8a8d1e", "#c2185b")
 """Colours of the sources of a mixture; that many sources are drawn, those with most tokens."""
 
@@ -30,7 +33,8 @@ def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
 
     The plot shows the loss of each step, its running mean, its last value as a number, a mark at
     every skipped step, and the learning rate in a strip below; of a mixture also the running mean
-    of the loss of each source. The title is the name of the run's directory.
+    of the loss of each source, and of validations a point for each set. The title is the name of
+    the run's directory.
 
     Args:
         metrics_path: Path of the run's ``metrics.jsonl``.
@@ -46,7 +50,8 @@ def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
         raise ValueError(f"{metrics_path} holds no step yet; train at least one")
     figure = new_figure()
     loss_axes = figure.add_axes(_LOSS_AREA)
-    _draw_loss(loss_axes, steps, terms=terms)
+    validations = read_records(metrics_path.with_name(VALIDATION_FILE), ValidationMetrics)
+    _draw_loss(loss_axes, steps, validations, terms=terms)
     _draw_rate(figure.add_axes(_RATE_AREA, sharex=loss_axes), steps)
     _title(figure, steps, name=metrics_path.absolute().parent.name)
     write_figure(png_path, figure)
@@ -71,7 +76,13 @@ def running_mean(values: Sequence[float], *, window: int) -> NDArray[np.float64]
     return means
 
 
-def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
+def _draw_loss(
+    axes: Any,
+    steps: Sequence[StepMetrics],
+    validations: Sequence[ValidationMetrics],
+    *,
+    terms: str,
+) -> None:
     numbers, losses = [m.step for m in steps], [m.loss for m in steps]
     window = max(5, len(steps) // 25)
     mark = "o" if len(steps) <= 40 else ""
@@ -82,12 +93,13 @@ def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
         mean = running_mean(losses, window=window)
         axes.plot(numbers, mean, color=BLUE, linewidth=2.2, label=f"mean of {window} steps")
     _draw_sources(axes, steps, window=window)
+    _draw_validations(axes, validations)
     _mark_skipped(axes, [m.step for m in steps if m.skipped])
     _annotate_last(axes, steps)
     what = f"cross entropy with {terms}" if terms else "loss"
     clean_axes(axes, f"{what}, nats per token")
     axes.tick_params(labelbottom=False)
-    axes.set_xlim(*_limits(numbers))
+    axes.set_xlim(*_limits([*(record.step for record in validations[:1]), *numbers]))
     axes.margins(y=0.08)
     axes.legend(
         loc="upper right",
@@ -111,9 +123,25 @@ def _draw_sources(axes: Any, steps: Sequence[StepMetrics], *, window: int) -> No
         axes.plot(numbers, mean, color=colour, linewidth=1.2, label=f"{name}, mean")
 
 
+def _draw_validations(axes: Any, validations: Sequence[ValidationMetrics]) -> None:
+    """Draw a point for the loss of each set in each validation."""
+    names = dict.fromkeys(record.set for record in validations)
+    for name, colour in zip(names, _OF_SETS, strict=False):
+        own = [(record.step, record.loss) for record in validations if record.set == name]
+        steps, losses = zip(*own, strict=True)
+        axes.plot(
+            *(steps, losses, "o-"),
+            color=colour,
+            linewidth=0.8,
+            markersize=5,
+            label=f"validation, {name}",
+        )
+
+
 def _limits(numbers: Sequence[int]) -> tuple[float, float]:
-    margin = max(0.012 * (numbers[-1] - numbers[0]), 0.5)
-    return numbers[0] - margin, numbers[-1] + margin
+    first, last = min(numbers), max(numbers)
+    margin = max(0.012 * (last - first), 0.5)
+    return first - margin, last + margin
 
 
 def _mark_skipped(axes: Any, skipped: Sequence[int]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, best_checkpoint, list_checkpoints
 from sppo.config.run import RunConfig
 from sppo.planning.plan import ExecutionPlan, read_plan
-from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
+from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics, read_records
 from sppo.report.run_summary import RunSummary, read_summary
+from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from sppo.training.run_directory import PLAN_FILE, SUMMARY_FILE
 
 
@@ -47,6 +48,11 @@ class TrainedRun:
         return [step.loss for step in self.metrics]
 
     @property
+    def validations(self) -> list[ValidationMetrics]:
+        """Results of each set in each validation, in order; empty without any."""
+        return read_records(self.output / VALIDATION_FILE, ValidationMetrics)
+
+    @property
     def plan(self) -> ExecutionPlan:
         """Executed plan, with its predictions.
 
@@ -70,6 +76,11 @@ class TrainedRun:
         """Newest checkpoint; None before the first one."""
         found = list_checkpoints(self.output / CHECKPOINTS_DIRECTORY)
         return found[0][1] if found else None
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """Best checkpoint by what the validation watches; None if none is kept."""
+        return best_checkpoint(self.output / CHECKPOINTS_DIRECTORY)
 
 
 def trained_run(run: RunConfig, *, interrupted_by: str | None = None) -> TrainedRun:

@@ -16,6 +16,7 @@ from sppo.report.metrics import read_records
 from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.evaluation import evaluate
+from sppo.training.trained_run import trained_run
 from sppo.training.trainer import StepLoop
 from tests.conftest import LENGTH, call, write_run, write_tokens
 from tests.training.jobs import losses, summary, train_alone
