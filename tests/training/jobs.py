@@ -88,10 +88,15 @@ def execute_step(rank, run, plan):
         return job.mesh.at.pipeline, tuple(executed.action for executed in done.trace)
 
 
-def evaluate_initial(run, *, device=None, most=None, on_sequence=lambda done, total: None):
-    """What a run says before it has trained."""
+def evaluate_alone(run, source, *, device=None, most=None, on_sequence=lambda done, total: None):
+    """What one process says of the weights of a checkpoint; None for those a run starts from."""
     job = job_alone(run, device=device)
-    return evaluate(job, None, most=most, on_sequence=on_sequence)
+    return evaluate(job, source, most=most, on_sequence=on_sequence)
+
+
+def evaluate_initial(run, **options):
+    """What a run says before it has trained."""
+    return evaluate_alone(run, None, **options)
 
 
 def records(output):

@@ -15,11 +15,10 @@ from sppo.engine.engine import Engine
 from sppo.report.metrics import read_records
 from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.evaluation import evaluate
 from sppo.training.trained_run import trained_run
 from sppo.training.trainer import StepLoop
 from tests.conftest import LENGTH, call, write_run, write_tokens
-from tests.training.jobs import losses, summary, train_alone
+from tests.training.jobs import evaluate_alone, losses, summary, train_alone
 
 STEPS = 6
 DOCUMENTS = (3, 40, 41, LENGTH, 2 * LENGTH + 9, 4 * LENGTH)
@@ -82,18 +81,15 @@ def test_results_are_those_of_an_evaluation(make, sections):
         run = load_run("run.yaml", {"data.tokens": SETS[record.set]["tokens"]})
         if record.set == "documents":
             run = load_run(run, {"data.samples": "documents", "train.samples_per_step": 1})
-        found = evaluate(
+        found = evaluate_alone(
             run,
             Path(f"out/checkpoints/step_{record.step:06d}"),
-            device=CpuDevice(),
             most=SETS[record.set].get("sequences"),
-            on_sequence=lambda done, total: None,
         )
         assert record.loss == found.loss
         assert record.perplexity == found.perplexity
         assert (record.labels, record.sequences) == (found.num_tokens, found.num_sequences)
-        assert 0 <= record.accuracy <= 1
-        assert (record.exact is None) is (record.set == "held_out")
+        assert (record.accuracy, record.exact) == (found.accuracy, found.exact)
         assert [(one.start, one.end, one.loss, one.labels) for one in record.by_position] == [
             (one.start, one.end, one.loss, one.num_tokens) for one in found.by_position
         ]
@@ -105,6 +101,11 @@ def test_other_lengths_and_no_beginning(make):
     assert {(r.step, r.set, r.labels, r.sequences) for r in results("out")} == {
         (step, *rest) for step in (4, 6) for rest in (("short", 24 * 24, 24), ("long", 400, 2))
     }
+    told = trained_run(load_run("run.yaml"))
+    assert [record.step for record in told.validations] == [4, 4, 6, 6]
+    assert told.best_checkpoint.resolve() == Path("out/checkpoints/step_000006").resolve()
+    assert Path("out/loss_by_position.png").is_file()
+    assert summary(Path("out"))["validation"]["count"] == 2
 
 
 def test_best_checkpoint_beside_the_newest(make, monkeypatch):

@@ -13,11 +13,9 @@ import pytest
 from sppo.config import load_run
 from sppo.report.metrics import read_records
 from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
-from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.evaluation import evaluate
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import default_of
-from tests.training.jobs import losses, train_rank
+from tests.training.jobs import evaluate_alone, losses, train_rank
 from tests.training.whole_runs.test_parallel_runs import MEGATRON, MODEL, OPTIMIZER, STATE
 
 STEPS = 2
@@ -96,12 +94,10 @@ def by_one_process(place):
         if "samples" in own:
             words |= {"data.samples": "documents", "train.samples_per_step": 1}
         with contextlib.chdir(place):
-            return evaluate(
+            return evaluate_alone(
                 load_run("run.yaml", words),
                 None if source is None else Path(source),
-                device=CpuDevice(),
                 most=own.get("sequences"),
-                on_sequence=lambda done, total: None,
             )
 
     return evaluated
