@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "train": "Train a run; the same command continues a killed or stopped run.",
     "eval": "Report the loss of a run's newest weights on data.eval_tokens, by position in the"
     " context.",
+    "score": "Write the log-probability of every document, of its labels that count.",
     "track": "Send the records of a run to experiment trackers, those that it has not sent yet.",
     "solve": "Recommend degrees of parallelism, cuts, schedule and policy; predict time and"
     " memory.",

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import typer
 
 from sppo.config import RunConfig, load_run
 from sppo.config.base import MOST_SAMPLES, MOST_TOKENS
-from sppo.data.tokens import CELLS_FILE, open_tokens
+from sppo.config.longest_document import longest_document
+from sppo.data.tokens import CELLS_FILE
 from sppo.units import parse_size
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
@@ -106,53 +106,47 @@ def load_evaluated_run(
     tokens: Path | None,
     length: str | None,
     samples: Samples | None,
+    whole: bool = False,
 ) -> RunConfig:
     """Load the run whose weights are evaluated, with the tokens to evaluate as its held-out ones.
 
-    Needle data is evaluated by documents, none of which may be cut.
+    Needle data is evaluated by whole documents.
 
     Args:
         run_file: Run file; with `model` this word is an override, or None.
         overrides: ``section.key=value`` words.
         model: Directory of a Hugging Face model, for which a run is made.
         tokens: Token data to evaluate; None for those of the run.
-        length: Tokens of a sequence, or of the longest document; None for that of the run, and for
-            the longest needle document.
+        length: Tokens of a sequence, or of the longest document; None for that of the run, or of
+            the longest document if these are evaluated whole.
         samples: Unit of the data; None for that of the run.
+        whole: Evaluate documents whole: none may be longer than the length.
 
     Raises:
         ValueError: Arguments are missing or exclude each other, or the run cannot be used.
     """
     asked = parse_length(length)
-    needles = tokens is not None and (tokens / CELLS_FILE).exists()
-    if needles and asked is None and tokens is not None:
-        asked = int(np.diff(open_tokens(tokens).document_offsets).max())
     if model is None:
         if run_file is None:
             raise ValueError("name a run file, or a Hugging Face model: --model DIR --tokens DIR")
         run = load_run(run_file, overrides)
     else:
-        words = [] if run_file is None else [str(run_file)]
-        if words and "=" not in words[0]:
-            raise ValueError(f"--model {model} and the run file {run_file}: leave out one of both")
-        if tokens is None or asked is None:
-            what = "--tokens DIR" if tokens is None else "--length N"
-            raise ValueError(f"--model {model}: say what to evaluate as well, with {what}")
-        run = load_run(
-            {
-                "model": {"from_hf": str(model)},
-                "data": {"tokens": str(tokens)},
-                "sequence": {"length": asked},
-            },
-            [*words, *overrides],
-        )
+        run = _run_of_model(model, run_file, overrides, tokens=tokens, length=asked)
+    directory = tokens or run.data.eval_tokens or run.data.tokens
+    if directory is not None and samples != "stream":
+        is_needles = (Path(directory) / CELLS_FILE).exists()
+        whole = whole or is_needles
+        samples = "documents" if whole else samples
+    if asked is None and whole and directory is not None:
+        asked = max(1, longest_document(Path(directory)))
+        asked = asked if model is not None else max(asked, run.sequence.length)
+    elif asked is None and model is not None:
+        raise ValueError(f"--model {model}: say what to evaluate as well, with --length N")
     changed: dict[str, Any] = {}
     if tokens is not None:
         changed["data.eval_tokens"] = str(tokens)
-    if asked is not None:
-        changed["sequence.length"] = asked
-    if samples is None and needles:
-        samples = "documents"
+    if asked not in (None, run.sequence.length):
+        changed |= {"sequence.length": asked, "sequence.boundaries": None}
     if samples == "documents":
         changed |= {
             "data.samples": samples,
@@ -168,10 +162,40 @@ def load_evaluated_run(
             "train.samples_per_step": None,
             "train.tokens_per_step": None,
         }
-    if needles and samples == "documents":
+    if whole:
         changed["sequence.longer"] = "refuse"
     # Replicas may gather weights together, as they evaluate equally many subsequences.
     zero = run.parallel.zero
     return load_run(run, {**changed, "parallel.zero": min(zero, 1)}).with_values(
         {"parallel.zero": zero}
     )
+
+
+def _run_of_model(
+    model: Path,
+    first: Path | None,
+    overrides: Sequence[str],
+    *,
+    tokens: Path | None,
+    length: int | None,
+) -> RunConfig:
+    """Return a run that starts from a Hugging Face model, for its evaluation.
+
+    Args:
+        model: Directory of the model.
+        first: First word of the command, which must be an override.
+        overrides: Further overrides.
+        tokens: Token data to evaluate.
+        length: Tokens of a sequence; None if it is not known yet.
+    """
+    words = [] if first is None else [str(first)]
+    if words and "=" not in words[0]:
+        raise ValueError(f"--model {model} and the run file {first}: leave out one of both")
+    if tokens is None:
+        raise ValueError(f"--model {model}: say what to evaluate as well, with --tokens DIR")
+    sections = {
+        "model": {"from_hf": str(model)},
+        "data": {"tokens": str(tokens)},
+        "sequence": {"length": length or 1},
+    }
+    return load_run(sections, [*words, *overrides])

@@ -27,11 +27,10 @@ from sppo.cli.arguments import (
     load_evaluated_run,
 )
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import Screen, emit, item_table, table, written
+from sppo.cli.printing import Screen, emit, item_table, table, told_in_tenths, written
 from sppo.output_file import check_output_files
 from sppo.plots.needle import needle_plot
 from sppo.plots.positions import position_plot
-from sppo.report.lines import print_line
 from sppo.report.metrics import finite_or_none
 from sppo.training.input_checks import EvaluatedWeights
 from sppo.training.start import prepare_evaluation, start_ranks
@@ -39,9 +38,6 @@ from sppo.units import counted, format_count, format_tokens
 
 if TYPE_CHECKING:
     from sppo.training.evaluation import Evaluation, FoundNeedles
-
-
-_PROGRESS_LINES = 10
 
 
 def evaluate(
@@ -90,10 +86,8 @@ def evaluate(
         ready = prepare_evaluation(run, weights, console=Console(stderr=True, quiet=json_output))
         if ready.starts_ranks:
             raise typer.Exit(start_ranks(ready, sys.argv[1:]))
-        shows = ready.is_main and not json_output
-        found = evaluate_as_rank(
-            ready, weights, sequences=sequences, on_sequence=_show_progress if shows else None
-        )
+        tell = told_in_tenths("sequence", Console(quiet=json_output or not ready.is_main))
+        found = evaluate_as_rank(ready, weights, sequences=sequences, on_sequence=tell)
         if not ready.is_main:
             return
         if png is not None:
@@ -103,12 +97,6 @@ def evaluate(
         lambda: chain(_screen(found), written(png)),
         as_json=json_output,
     )
-
-
-def _show_progress(done: int, total: int) -> None:
-    """Print a line for every tenth of the sequences."""
-    if done * _PROGRESS_LINES // total > (done - 1) * _PROGRESS_LINES // total:
-        print_line(f"sequence {done} of {total}", Console())
 
 
 def _draw(found: Evaluation, path: Path) -> None:

@@ -108,6 +108,25 @@ def _filled(made: Table, rows: Iterable[Sequence[str] | None]) -> Table:
     return made
 
 
+def told_in_tenths(noun: str, console: Console) -> Callable[[int, int], None]:
+    """Return a function that is told how many are done, of how many, and prints ten lines at most.
+
+    Args:
+        noun: What is counted.
+        console: Console to print on.
+    """
+    printed = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal printed
+        tenths = 10 * done // max(1, total)
+        if tenths > printed:
+            print_line(f"{noun} {done} of {total}", console)
+            printed = tenths
+
+    return tell
+
+
 @contextmanager
 def working(text: str) -> Iterator[None]:
     """Show `text` on stderr, if that is a terminal, while a command computes."""

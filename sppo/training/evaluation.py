@@ -17,13 +17,14 @@ from sppo.data.run_tokens import open_evaluated
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import TokenData
 from sppo.engine.engine import Engine
+from sppo.planning.evaluated_rows import Row
 from sppo.planning.evaluation_plan import EvaluationPlan, plan_evaluation
 from sppo.report.validation import perplexity_of
 from sppo.training.attention_in_use import load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.forward_engine import WeightSource, forward_engine
 from sppo.training.job import Job, token_facts, weight_facts
-from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
+from sppo.training.validation.evaluate import EvaluatedSet, RowLosses, evaluate_set
 from sppo.training.validation.sums import PositionLoss, SetLosses
 from sppo.units import counted
 
@@ -86,11 +87,16 @@ class ReadyEvaluation:
     plan: EvaluationPlan
     weights: WeightSource
 
-    def losses(self, on_samples: Callable[[int], None]) -> SetLosses:
+    def losses(
+        self,
+        on_samples: Callable[[int], None],
+        on_round: Callable[[Sequence[Row], Sequence[RowLosses]], None] = lambda rows, losses: None,
+    ) -> SetLosses:
         """Return the losses of the data. Collective.
 
         Args:
-            on_samples: Called with the number of samples done, of all replicas.
+            on_samples: As in :func:`.validation.evaluate.evaluate_set`.
+            on_round: As in :func:`.validation.evaluate.evaluate_set`.
         """
         return evaluate_set(
             self.job,
@@ -98,6 +104,7 @@ class ReadyEvaluation:
             self.whole,
             round_s=self.plan.rows.round_s,
             on_samples=on_samples,
+            on_round=on_round,
         )
 
 

@@ -11,12 +11,14 @@ import pytest
 
 from sppo.config import load_run
 from sppo.training.evaluation import evaluate
+from sppo.training.job import mesh_shape
+from sppo.training.scoring import DocumentScore, score
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
 from tests.training.jobs import job_alone, job_of_rank, train_alone
 
 MODEL = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True}
-STARTS = (2, 42, 45, 110, 115, 245, 247, 249, 282, 299, 363, 372, 462, 464, 600)
+STARTS = (2, 42, 45, 110, 115, 245, 246, 249, 282, 299, 363, 372, 462, 464, 600)
 DOCUMENTS = {"data.samples": "documents", "train.samples_per_step": 8}
 DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 ON_DISK = {
@@ -47,6 +49,22 @@ def evaluate_rank(rank: int, directory: Path, values: dict[str, Any]):
         job = job_of_rank(run_of(values), rank)
         found = evaluate(job, Path("out"), most=None, on_sequence=lambda *pair: told.append(pair))
         return found, told
+
+
+def score_rank(rank: int, directory: Path, values: dict[str, Any]):
+    """One rank of a scoring: the scores that it is told, and the numbers of documents done."""
+    with contextlib.chdir(directory):
+        run = run_of(values)
+        job = job_alone(run) if mesh_shape(run).num_ranks == 1 else job_of_rank(run, rank)
+        scores: list[DocumentScore] = []
+        told: list[tuple[int, int]] = []
+        score(
+            job,
+            Path("out"),
+            on_document=scores.append,
+            on_done=lambda *pair: told.append(pair),
+        )
+        return scores, told
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +101,20 @@ def test_as_one_process_says(directory, ranks, layout):
             assert ours.num_tokens == theirs.num_tokens
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
     assert len({own.loss for own, _ in found}) == 1
+
+
+@pytest.mark.parametrize("degrees", [(2, 2, 2), *exhaustive((3, 1, 1), (1, 2, 2))])
+def test_scores_are_those_of_one_process_in_order(directory, ranks, degrees):
+    whole = {**DOCUMENTS, "sequence.longer": "refuse", "sequence.length": 2 * LENGTH + 8}
+    alone, _ = score_rank(0, directory, whole)
+    written = {f"parallel.{name}": n for name, n in zip(DEGREES, degrees, strict=True)}
+    count = degrees[0] * degrees[1] * degrees[2]
+    (found, told), *others = ranks.run(score_rank, directory, {**whole, **written}, ranks=count)
+    assert all(scores == [] for scores, _ in others)
+    documents = len(STARTS) + 1
+    assert [own.document for own in found] == [*range(documents)]
+    assert told[-1] == (documents - 1, documents - 1)  # one document has a single token
+    for own, other in zip(found, alone, strict=True):
+        assert own.positions_L.tolist() == other.positions_L.tolist()
+        assert own.log_probabilities_L == pytest.approx(other.log_probabilities_L, abs=1e-5)
+        assert own.correct_L.tolist() == other.correct_L.tolist()

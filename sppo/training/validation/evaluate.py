@@ -11,12 +11,24 @@ from dataclasses import dataclass
 
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import Engine
+from sppo.engine.label_losses import LabelLosses
+from sppo.engine.unit import SequenceData
 from sppo.planning.evaluated_rows import Row, rows_of, rows_of_replica
 from sppo.schedule.actions import Action
 from sppo.training.job import Job
 from sppo.training.step import await_device
 from sppo.training.validation.rows import row_data
 from sppo.training.validation.sums import LossSums, SetLosses
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLosses:
+    """Losses of the labels of one row that this rank computed."""
+
+    row: Row
+    data: SequenceData
+    """Tokens and labels of the row, on the host."""
+    labels: LabelLosses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +85,7 @@ def evaluate_set(
     before_round: Callable[[], object] = lambda: None,
     before_action: Callable[[int, Action], None] | None = None,
     on_samples: Callable[[int], None] = lambda done: None,
+    on_round: Callable[[Sequence[Row], Sequence[RowLosses]], None] = lambda rows, losses: None,
 ) -> SetLosses:
     """Return the losses of a set. Collective: all ranks of the job call it with the same set.
 
@@ -84,6 +97,8 @@ def evaluate_set(
         before_round: Called before rows run; an error that it raises leaves the engine usable.
         before_action: Called before each action; an error that it raises closes the engine.
         on_samples: Called with the number of samples done, of all replicas.
+        on_round: Called with the rows of all replicas that have run together, in order, and with
+            the losses of those of this replica.
 
     Raises:
         PeerLostError: Another rank ended or does not answer.
@@ -106,9 +121,12 @@ def evaluate_set(
         )
         what = f"evaluating {own.name}"
         await_device(job, result.executed, what=what, predicted_s=round_s)
-        for row, sequence, found in zip(rows, data, result.losses, strict=True):
-            sums.add(own.samples, row, sequence, found)
-        on_samples(_num_samples(own.rows[: (first + own.at_once) * replicas]))
+        found = [*map(RowLosses, rows, data, result.losses)]
+        for one in found:
+            sums.add(own.samples, one.row, one.data, one.labels)
+        ended = (first + own.at_once) * replicas
+        on_round(own.rows[first * replicas : ended], found)
+        on_samples(_num_samples(own.rows[:ended]))
     return sums.over_ranks(job.peers)
 
 
