@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from sppo.output_file import write_figure
 from sppo.plots.frame import BLUE, PALE_BLUE, QUIET, SMALL_PT, clean_axes, new_figure, write_title
-from sppo.units import format_tokens
+from sppo.report.metrics import read_records
+from sppo.report.validation import ValidationMetrics
+from sppo.units import counted, format_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +22,7 @@ _BETWEEN = 0.06
 """Fraction of the width of the figure between two panels."""
 _ROOM = 0.15
 """Fraction of the range of losses that is left free above and below."""
+_MOST_PANELS = 3
 _MOST_EDGES = 17
 """Most edges of the bins of a figure whose losses are written beside them."""
 
@@ -76,6 +79,36 @@ def position_plot(path: Path, panels: Mapping[str, Curves], *, facts: Sequence[s
     title = "Loss by position in the context"
     write_title(figure, title + (", nats per token" * (len(panels) > 1)), facts, left=left)
     write_figure(path, figure)
+
+
+def validations_plot(validation_path: Path, png_path: Path) -> None:
+    """Draw every validation that is recorded in ``validation_path``: a panel for each of three sets.
+
+    Sets with several ranges of positions come first.
+
+    Args:
+        validation_path: Path of the run's ``validation.jsonl``.
+        png_path: Path of the file to write.
+
+    Raises:
+        ValueError: There is no validation yet.
+        OSError: ``png_path`` cannot be written.
+    """
+    records = read_records(validation_path, ValidationMetrics)
+    if not records:
+        raise ValueError(f"{validation_path} holds no validation yet")
+    panels: dict[str, dict[str, Sequence[Bin]]] = {}
+    for record in sorted(records, key=lambda record: record.step):
+        panels.setdefault(record.set, {})[f"step {record.step}"] = record.by_position
+    count = len({record.step for record in records})
+    several = {name: curves for name, curves in panels.items() if _are_several(curves)}
+    panels = dict(list({**several, **panels}.items())[:_MOST_PANELS])
+    facts = [validation_path.absolute().parent.name, counted(count, "validation")]
+    position_plot(png_path, panels, facts=facts)
+
+
+def _are_several(curves: Curves) -> bool:
+    return any(len(bins) > 1 for bins in curves.values())
 
 
 def _draw_curves(axes: Axes, curves: Curves, *, panels: int) -> None:

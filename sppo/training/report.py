@@ -22,10 +22,10 @@ from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.plots.chrome_trace import write_trace
 from sppo.plots.loss import loss_plot
-from sppo.plots.positions import position_plot
+from sppo.plots.positions import validations_plot
 from sppo.plots.timeline import write_png
 from sppo.report.lines import print_line, print_titled
-from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics, read_records
+from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import (
     CopiesSummary,
     Pair,
@@ -36,14 +36,14 @@ from sppo.report.run_summary import (
     run_summary,
     write_summary,
 )
-from sppo.report.validation import VALIDATION_FILE, PositionMetrics, ValidationMetrics
+from sppo.report.validation import VALIDATION_FILE
 from sppo.training.attention_in_use import attention_text
 from sppo.training.preflight import CheckedRun
 from sppo.training.records.executed_step import StepTimelines
 from sppo.training.records.outcome import TrainingOutcome, predicted_and_measured
 from sppo.training.run_directory import (
     LOSS_PLOT,
-    POSITION_PLOT,
+    POSITIONS_PLOT,
     RESULT_FILES,
     SUMMARY_FILE,
     TIMELINE_PLOT,
@@ -57,8 +57,6 @@ Writer = Callable[[Path], None]
 _PHASES = ("forward", "backward", "data and update")
 _MOST_DRAWN = 4000
 """Largest number of actions for which a PNG plot is drawn; the Chrome trace can be zoomed."""
-_MOST_PANELS = 3
-"""Largest number of sets whose losses by position are drawn, the first ones."""
 _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 """Names of entries of the output directory, in the order in which the report lists them."""
 
@@ -187,8 +185,8 @@ def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> No
     writers: dict[str, Writer] = {SUMMARY_FILE: partial(write_summary, summary)}
     if steps:
         writers[LOSS_PLOT] = draw_loss
-    if checked.validation is not None:
-        writers |= _position_writers(output / VALIDATION_FILE)
+    if (output / VALIDATION_FILE).exists():
+        writers[POSITIONS_PLOT] = partial(validations_plot, output / VALIDATION_FILE)
     if outcome.timelines is not None:
         writers |= _timeline_writers(outcome.timelines)
     missing = _write(writers, outcome, console=console)
@@ -204,23 +202,6 @@ def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> No
             console,
         )
         print_line(command, console, wraps=False)
-
-
-def _position_writers(path: Path) -> dict[str, Writer]:
-    """Return the function that draws losses by position of all validations, by its file.
-
-    Sets whose sequences all lie in the first range of positions are not drawn.
-    """
-    panels: dict[str, dict[str, Sequence[PositionMetrics]]] = {}
-    for record in read_records(path, ValidationMetrics):
-        if len(record.by_position) > 1:
-            panels.setdefault(record.set, {})[f"step {record.step}"] = record.by_position
-    if not panels:
-        return {}
-    steps = [*next(iter(panels.values()))]
-    facts = (path.absolute().parent.name, f"{counted(len(steps), 'validation')}, to {steps[-1]}")
-    first = dict(list(panels.items())[:_MOST_PANELS])
-    return {POSITION_PLOT: lambda png: position_plot(png, first, facts=facts)}
 
 
 def _early_end(run: RunConfig, outcome: TrainingOutcome) -> str:

@@ -26,7 +26,7 @@ from sppo.report.validation import VALIDATION_FILE
 
 PLAN_FILE = "plan.json"
 SUMMARY_FILE = "run_summary.json"
-LOSS_PLOT, POSITION_PLOT = "loss.png", "loss_by_position.png"
+LOSS_PLOT, POSITIONS_PLOT = "loss.png", "loss_by_position.png"
 TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"
 _LOCK_FILE = ".lock"
 RESULT_FILES = (
@@ -34,7 +34,7 @@ RESULT_FILES = (
     VALIDATION_FILE,
     SUMMARY_FILE,
     LOSS_PLOT,
-    POSITION_PLOT,
+    POSITIONS_PLOT,
     TIMELINE_PLOT,
     TIMELINE_TRACE,
 )
