@@ -53,10 +53,10 @@ class FileTokenizer:
         if all(text.trained is None for text in texts):
             # The "fast" form does not compute character offsets, which are not used here.
             encodings = self.backend.encode_batch_fast(strings, add_special_tokens=False)
-            return [(np.asarray(encoding.ids, dtype=np.int64), None) for encoding in encodings]
+            return [(np.asarray(encoding.ids, dtype=np.uint32), None) for encoding in encodings]
         encodings = self.backend.encode_batch(strings, add_special_tokens=False)
         return [
-            (np.asarray(encoding.ids, dtype=np.int64), text.counting(encoding.offsets))
+            (np.asarray(encoding.ids, dtype=np.uint32), text.counting(encoding.offsets))
             for text, encoding in zip(texts, encodings, strict=True)
         ]
 
