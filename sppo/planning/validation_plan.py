@@ -25,7 +25,7 @@ from sppo.planning.partition import boundaries_of, lengths_of
 from sppo.planning.search.choices import cut_sequence
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, order_of
 from sppo.schedule.simulation.simulate import simulate
-from sppo.units import GIB, counted, format_bytes
+from sppo.units import counted, format_bytes
 
 _UNITS_PER_RANK = 8
 """Subsequences that run together for each pipeline rank, at least, if there are as many."""
@@ -100,7 +100,7 @@ class ValidationPlan:
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
         if self.problem is not None:
             return f"{count} {steps}: does not fit: {self.problem}"
-        room = f"{self.peak_bytes / GIB:.1f} of {self.room_bytes / GIB:.1f} GiB"
+        room = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.room_bytes)}"
         return f"{count} {steps}, {self.share:.1%} of the time, {room}"
 
 
