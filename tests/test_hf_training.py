@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from sppo.report.metrics import read_records
+from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from tests.conftest import succeed
 from tests.model.hf_models import LLAMA3, tiny_hf_model
 from tests.tiers import default_of
@@ -110,6 +112,7 @@ def run_file(case, directory):
             "dtype": "fp32",
             "output": str(directory / "run"),
         },
+        "validation": {"every": STEPS, "sets": {"all": {"tokens": str(directory / "tokens")}}},
     }
     path = directory / "run.yaml"
     path.write_text(json.dumps(settings))  # JSON is YAML
@@ -186,6 +189,21 @@ def assert_same_metrics(lines, expected):
         assert norm > 0.5, "clipping has to be at work"
 
 
+@torch.no_grad()
+def loss_of(case, model):
+    """Mean loss of a model over all sequences."""
+    stream = torch.from_numpy(np.concatenate(stream_of(case)).astype(np.int64))
+    tokens, labels = stream[:-1].view(-1, LENGTH), stream[1:].view(-1, LENGTH)
+    logits = model(tokens).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def validations(directory):
+    """Loss of each validation, by its step."""
+    records = read_records(directory / "run" / VALIDATION_FILE, ValidationMetrics)
+    return {record.step: record.loss for record in records}
+
+
 def assert_same_weights(ours, theirs, before):
     """Every tensor: the same value, and one that five steps have changed."""
     expected, actual = theirs.state_dict(), ours.state_dict()
@@ -206,10 +224,13 @@ def check(case, directory):
     theirs, _ = tiny_hf_model(case.family, seed=11, **case.options)
     theirs.save_pretrained(directory / "published", max_shard_size="20KB")
     before = {name: value.clone() for name, value in theirs.state_dict().items()}
+    at_start = loss_of(case, theirs)
     ours, lines = train_ours(case, directory)
     assert type(ours) is type(theirs)
     assert_same_metrics(lines, train_theirs(case, theirs))
     assert_same_weights(ours, theirs, before)
+    expected = {0: at_start, STEPS: loss_of(case, ours)}
+    assert validations(directory) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

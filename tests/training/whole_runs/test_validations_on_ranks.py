@@ -14,8 +14,9 @@ from sppo.config import load_run
 from sppo.report.metrics import read_records
 from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from tests.conftest import LENGTH, write_run, write_tokens
+from tests.fake_cuda import fake_gpu, steps_lock_nothing
 from tests.tiers import default_of
-from tests.training.jobs import evaluate_alone, losses, train_rank
+from tests.training.jobs import evaluate_alone, losses, train_alone, train_rank
 from tests.training.whole_runs.test_parallel_runs import MEGATRON, MODEL, OPTIMIZER, STATE
 
 STEPS = 2
@@ -126,3 +127,22 @@ def test_results_are_those_of_one_process(ranks, place, by_one_process, name):
             )
             assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
     assert list((place / "spill").iterdir()) == []
+
+
+@pytest.mark.parametrize("tier", default_of(("device", "host"), "host"))
+def test_validation_beside_offloading_on_a_gpu(place, monkeypatch, tier):
+    """Between steps that offload and stream, the weights that are evaluated are those trained."""
+    monkeypatch.chdir(place)
+    moved = {f"state.{part}": tier for part in ("weights", "gradients", "optimizer")}
+    keys = {"activations.policy": "offload_all", "parallel.virtual_stages": 2, **moved}
+    keys |= {"activations.kv": "offload", "train.output": f"gpu {tier}"}
+    with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
+        train_alone(load_run("run.yaml", keys), device=device)
+        alone = {**keys, "validation": None, "train.output": f"gpu {tier} alone"}
+        train_alone(load_run("run.yaml", alone), device=device)
+    assert losses(place / f"gpu {tier}") == losses(place / f"gpu {tier} alone")
+    train_alone(load_run("run.yaml", {"train.output": f"cpu {tier}"}))
+    on_gpu, on_cpu = (results(place / f"{kind} {tier}") for kind in ("gpu", "cpu"))
+    assert [*on_gpu] == [*on_cpu]
+    for key, record in on_gpu.items():
+        assert record.loss == pytest.approx(on_cpu[key].loss, rel=1e-6)
