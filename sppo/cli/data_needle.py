@@ -44,6 +44,20 @@ def needle(
             min=1, max=MOST_KEYS, help="Values hidden in each document; one is asked for."
         ),
     ] = 1,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Write each document as a chat, as the model's template makes it."
+        ),
+    ] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|chatml",
+            show_default=False,
+            help="Template of --chat. Without it the tokenizer's own.",
+        ),
+    ] = None,
     per_cell: Annotated[
         int, typer.Option(min=1, max=1 << 16, help="Documents of each length and depth.")
     ] = 1,
@@ -74,7 +88,14 @@ def needle(
         )
         with working("tokenizing the haystack"):
             prepared = prepare_needles(
-                haystack, asked, tokenizer=tokenizer, out=out, globs=glob or (), force=force
+                haystack,
+                asked,
+                tokenizer=tokenizer,
+                out=out,
+                globs=glob or (),
+                chat=chat,
+                chat_template=chat_template,
+                force=force,
             )
     emit(lambda: asdict(prepared), lambda: _screen(prepared, asked), as_json=json_output)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ def hay(work: Path) -> Path:
     return work
 
 
-def needle(*words: object, tokenizer: str = "bytes") -> list[object]:
-    return ["data", "needle", "--tokenizer", tokenizer, "--haystack", "hay.txt", *words]
+def needle(*words: object) -> list[object]:
+    return ["data", "needle", "--tokenizer", "bytes", "--haystack", "hay.txt", *words]
 
 
 def documents(directory: str) -> list[tuple[list[int], list[bool]]]:
@@ -70,30 +71,65 @@ def test_depths_are_exact_up_to_the_end_of_a_sentence() -> None:
         assert place / len(text) == pytest.approx(depth / 100, abs=0.03)
 
 
-def test_answers_are_tokenized_with_their_question(hay: Path) -> None:
+@pytest.fixture
+def tokenizer(hay: Path) -> Any:
+    """A tokenizer.json of byte pairs, with the special tokens of ChatML."""
     hf = pytest.importorskip("tokenizers")
-    tokenizer = hf.Tokenizer(hf.models.BPE())
-    tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = hf.decoders.ByteLevel()
+    made = hf.Tokenizer(hf.models.BPE())
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = hf.decoders.ByteLevel()
     trainer = hf.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=400,
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>"],
     )
     # With merges of a space and digits, the first token of an answer begins before it.
-    tokenizer.train_from_iterator([TEXT, *(f"is: {n}" for n in range(1000, 9999, 7))], trainer)
-    tokenizer.save("tokenizer.json")
-    words = ("--lengths", "700", "--depths", "50", "--out", "out")
-    succeed(*needle(*words, tokenizer="tokenizer.json"))
+    made.train_from_iterator([TEXT, *(f"is: {n}" for n in range(1000, 9999, 7))], trainer)
+    made.save("tokenizer.json")
+    return made
+
+
+WITH_TOKENIZER = ("--tokenizer", "tokenizer.json", "--lengths", "700", "--depths", "50")
+
+
+def answer_of(tokenizer: Any, ids: list[int], counts: list[bool]) -> str:
+    """The answer, whose tokens are the last ones, and the only ones that count."""
+    count = sum(counts)
+    assert counts == [False] * (len(ids) - count) + [True] * count
+    return tokenizer.decode(ids[-count:], skip_special_tokens=False)
+
+
+def test_answers_are_tokenized_with_their_question(hay: Path, tokenizer: Any) -> None:
+    succeed(*needle(*WITH_TOKENIZER, "--out", "out"))
     ((ids, counts),) = documents("out")
-    cell = json.loads((hay / "out/cells.json").read_text())["cells"][0]
     assert len(ids) == 700
     tail = tokenizer.decode(ids[-250:])
     tail = tail[tail.index("What is") :]
     expected = tokenizer.encode(f"\n\n{tail}").ids
     assert ids[-len(expected) :] == expected
-    answer = [i for i, counted in zip(ids, counts, strict=True) if counted]
-    assert tokenizer.decode(answer).strip() == cell["answer"]
-    assert tokenizer.decode(answer[:1]).startswith(" ")
-    assert counts == [False] * (700 - len(answer)) + [True] * len(answer)
+    answer = answer_of(tokenizer, ids, counts)
+    cell = json.loads((hay / "out/cells.json").read_text())["cells"][0]
+    assert answer == f" {cell['answer']}"[-len(answer) :]
+    assert (hay / "out/tokenizer.json").is_file()
+
+
+def test_chats_begin_and_end_as_the_template_says(hay: Path, tokenizer: Any) -> None:
+    words = ("--chat", "--chat-template", "chatml", "--keys", 4)
+    succeed(*needle(*WITH_TOKENIZER, *words, "--out", "out"))
+    ((ids, counts),) = documents("out")
+    assert len(ids) == 700
+    cell = json.loads((hay / "out/cells.json").read_text())["cells"][0]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>user\nSpecial magic numbers are hidden")
+    key, value = cell["key"], cell["answer"]
+    assert text.endswith(
+        f"What is the special magic number for {key} in the text above?<|im_end|>\n"
+        f"<|im_start|>assistant\nThe special magic number for {key} is: {value}"
+    )
+    assert ids.count(tokenizer.token_to_id("<|im_start|>")) == 2
+    assert len(NEEDLE.findall(text)) == 4
+    assert answer_of(tokenizer, ids, counts).strip() == value
+    assert open_tokens("out").meta.is_chat
 
 
 def test_the_same_command_changes_nothing_and_other_documents_are_refused(work: Path) -> None:
@@ -124,6 +160,8 @@ def test_a_document_does_not_depend_on_the_other_cells() -> None:
         (["--depths", "0:200:50"], "--depths '0:200:50'"),
         (["--depths", "-5"], "--depths '-5'"),
         (["--depths", "0:100:0"], "--depths '0:100:0'"),
+        (["--chat"], "--tokenizer bytes: --chat needs the special tokens of a tokenizer.json"),
+        (["--chat-template", "chatml"], "--chat-template chatml: only with --chat"),
         (["--tokenizer", "ids"], "--tokenizer ids: needles are text"),
         (["--haystack", "nowhere"], "nowhere: no such file"),
     ],

@@ -11,35 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.preparation.documents import read_text
+from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.tokenizer_file import FileTokenizer
 from sppo.data.preparation.tokenizers import ByteTokenizer
 
 TextTokenizer = ByteTokenizer | FileTokenizer
 
-_SENTENCE_END = re.compile(r"[.!?](?=\s)|\n")
+_SENTENCE_END = re.compile(r"[.!?](?=\s)|\n+")
 _SNAPS = 0.02
 """A needle is moved to the end of a sentence within this share of the haystack."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedText:
-    """Tokens of a text, with their places."""
-
-    ids: NDArray[np.int64]
-    """[n] Ids of the text, without special tokens that it does not contain."""
-    ends: NDArray[np.int64]
-    """[n] Position after the last character of each token; within a character, after it."""
-
-
-def encode_text(tokenizer: TextTokenizer, text: str) -> EncodedText:
-    """Return the tokens of a text, tokenized whole."""
-    if isinstance(tokenizer, ByteTokenizer):
-        data = np.frombuffer(text.encode(), dtype=np.uint8)
-        begins_character = (data & 0xC0) != 0x80
-        return EncodedText(data.astype(np.int64), np.cumsum(begins_character, dtype=np.int64))
-    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-    ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
-    return EncodedText(np.array(encoding.ids, dtype=np.int64), ends)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,11 +62,12 @@ def read_haystack(paths: Sequence[Path], tokenizer: TextTokenizer, *, most: int)
     ids, after, length = [], [np.zeros(1, dtype=np.int64)], 0
     for document in read_text(paths):
         text = document.text.rstrip() + "\n\n"
-        encoded = encode_text(tokenizer, text)
-        sentence_ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-        ids.append(encoded.ids)
-        after.append(length + 1 + np.flatnonzero(np.isin(encoded.ends, sentence_ends)))
-        length += len(encoded.ids)
+        ends = tuple(match.span() for match in _SENTENCE_END.finditer(text))
+        ((own, ends_sentence),) = tokenizer.encode_texts([MarkedText(text, ends)])
+        assert ends_sentence is not None, "the ends of sentences are marked"
+        ids.append(own.astype(np.int64))
+        after.append(length + 1 + np.flatnonzero(ends_sentence))
+        length += len(own)
         if length >= most:
             break
     return Haystack(np.concatenate([*ids, np.empty(0, dtype=np.int64)]), np.concatenate(after))

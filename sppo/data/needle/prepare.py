@@ -8,8 +8,6 @@ decoding gives the answer, so evaluation needs no generation. The tasks are thos
 
 from __future__ import annotations
 
-import filecmp
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,23 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.needle.cells import Cell, Cells, write_cells
-from sppo.data.needle.haystack import (
-    EncodedText,
-    Haystack,
-    TextTokenizer,
-    encode_text,
-    read_haystack,
-)
+from sppo.data.needle.haystack import Haystack, TextTokenizer, read_haystack
+from sppo.data.preparation.chat_template import ChatTemplate
+from sppo.data.preparation.destination import destination
 from sppo.data.preparation.documents import check_text_files, find_files
 from sppo.data.preparation.ids_files import IdsTokenizer
+from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.prepare import choose_tokenizer
-from sppo.data.preparation.token_writer import (
-    TokenWriter,
-    check_destination,
-    move_into_place,
-    temporary_sibling,
-)
-from sppo.data.tokens import META_FILE
+from sppo.data.preparation.token_writer import TokenWriter, check_destination
+from sppo.data.preparation.tokenizer_file import FileTokenizer
 from sppo.units import counted
 
 MOST_KEYS = 256
@@ -58,6 +48,8 @@ _INTRODUCTION = (
 _NEEDLE = "\nThe special magic number for {key} is: {value}.\n"
 _QUESTION = "\n\nWhat is the special magic number for {key} in the text above?"
 _ANSWER = "The special magic number for {key} is: {value}"
+_PLACE = "THE-HAYSTACK-STANDS-HERE"
+"""Stands for the haystack while a chat template makes text of the rest."""
 _HAYSTACKS = 4
 """Tokens of haystack that are read, in multiples of the longest document, so that documents begin
 at different places of it."""
@@ -98,6 +90,8 @@ def prepare_needles(
     tokenizer: str,
     out: Path,
     globs: Sequence[str] = (),
+    chat: bool = False,
+    chat_template: str | None = None,
     force: bool = False,
 ) -> NeedleData:
     """Write needle documents into the token directory ``out``; on an error the disk is unchanged.
@@ -108,6 +102,8 @@ def prepare_needles(
         tokenizer: ``bytes``, or the path of a ``tokenizer.json``.
         out: Directory to write; created only when it is complete.
         globs: Patterns for files below directories.
+        chat: Write the text and the question as a message of the user.
+        chat_template: Path of the template of chats, or ``chatml``; None for the tokenizer's own.
         force: Replace token data that is already at ``out``.
 
     Raises:
@@ -122,31 +118,41 @@ def prepare_needles(
     chosen = choose_tokenizer(tokenizer, paths=paths, vocab_size=None, end_of_document="none")
     assert not isinstance(chosen, IdsTokenizer), "refused above"
     check_text_files(paths)
+    template = _template(tokenizer, chosen, chat=chat, option=chat_template)
     text = read_haystack(paths, chosen, most=_HAYSTACKS * max(needles.lengths))
-    with temporary_sibling(out) as temporary:
-        with TokenWriter(
-            temporary, vocab_size=chosen.vocab_size, description=chosen.description
-        ) as writer:
-            cells, answers = _write(writer, needles, text, chosen)
-            writer.finish()
-        write_cells(temporary, Cells(needles.keys, needles.seed, tuple(cells)))
-        unchanged = not force and (out / META_FILE).exists()
-        if unchanged:
-            _check_same(out, temporary)
-        else:
-            move_into_place(temporary, out)
+    with destination(out, chosen, force=force) as place:
+        documents = _Documents(text, chosen, template)
+        cells, answers = _write(place.writer, needles, documents)
+        described = {} if template is None else {"chat_template_sha256": template.sha256}
+        place.finish(chosen, template, **described)
+        write_cells(place.temporary, Cells(needles.keys, needles.seed, tuple(cells)))
+        place.keep()
     return NeedleData(
         directory=str(out),
-        unchanged=unchanged,
+        unchanged=place.existing is not None,
         num_documents=len(cells),
-        num_tokens=writer.num_tokens,
+        num_tokens=place.writer.num_tokens,
         num_counting_tokens=answers,
     )
 
 
-def _write(
-    writer: TokenWriter, needles: Needles, haystack: Haystack, tokenizer: TextTokenizer
-) -> tuple[list[Cell], int]:
+def _template(
+    name: str, tokenizer: TextTokenizer, *, chat: bool, option: str | None
+) -> ChatTemplate | None:
+    """Return the template of chats; None if documents are no chats."""
+    if not chat:
+        if option is not None:
+            raise ValueError(f"--chat-template {option}: only with --chat; leave it out, or add it")
+        return None
+    if not isinstance(tokenizer, FileTokenizer):
+        raise ValueError(
+            f"--tokenizer {name}: --chat needs the special tokens of a tokenizer.json; give its "
+            "path"
+        )
+    return ChatTemplate.load(name, option)
+
+
+def _write(writer: TokenWriter, needles: Needles, documents: _Documents) -> tuple[list[Cell], int]:
     """Append all documents; return their cells and the number of tokens of their answers."""
     cells: list[Cell] = []
     answers = 0
@@ -156,9 +162,7 @@ def _write(
         # Of its own for each document: other lengths and depths do not change it.
         draw = random.Random(f"{needles.seed} {length} {depth} {number}")
         keys, values = _keys(draw, needles.keys), _values(draw, needles.keys)
-        ids, counts = _document(
-            draw, haystack, tokenizer, length=length, depth=depth, keys=keys, values=values
-        )
+        ids, counts = documents.make(draw, length=length, depth=depth, keys=keys, values=values)
         cells.append(Cell(len(cells), length, depth, keys[0], values[0]))
         answers += int(np.count_nonzero(counts))
         writer.append(ids, counts)
@@ -175,52 +179,75 @@ def _values(draw: random.Random, count: int) -> list[str]:
     return [str(value) for value in draw.sample(range(1_000_000, 10_000_000), count)]
 
 
-def _document(
-    draw: random.Random,
-    haystack: Haystack,
-    tokenizer: TextTokenizer,
-    *,
-    length: int,
-    depth: int,
-    keys: Sequence[str],
-    values: Sequence[str],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the tokens of a document, and which of them are its answer, both [length].
+@dataclass(frozen=True, slots=True, eq=False)
+class _Documents:
+    """What documents are made of."""
 
-    The first key is asked for; the other ones stand at places that `draw` chooses.
+    haystack: Haystack
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    """Template of chats; None for plain text."""
 
-    Raises:
-        ValueError: The haystack is too short, or the length.
-    """
-    asked = {"key": keys[0], "value": values[0]}
-    head = encode_text(tokenizer, _INTRODUCTION)
-    tail = encode_text(tokenizer, f"{_QUESTION} {_ANSWER}".format(**asked))
-    is_answer = _last_characters(tail, len(values[0]))
-    hidden = [
-        encode_text(tokenizer, _NEEDLE.format(key=key, value=value)).ids
-        for key, value in zip(keys, values, strict=True)
-    ]
-    around = len(head.ids) + len(tail.ids) + sum(map(len, hidden))
-    _check_room(length, around=around, haystack=len(haystack.ids), keys=len(keys))
-    text = haystack.cut(length - around, start=draw.random())
-    shares = [depth / 100, *(draw.random() for _ in keys[1:])]
-    places = [text.place(share) for share in shares]
-    parts, done = [head.ids], 0
-    for place, needle in sorted(zip(places, hidden, strict=True), key=itemgetter(0)):
-        parts += [text.ids[done:place], needle]
-        done = place
-    parts += [text.ids[done:], tail.ids]
-    ids = np.concatenate(parts)
-    assert len(ids) == length, "the haystack fills what is left"
-    counts = np.zeros(length, dtype=np.bool_)
-    counts[length - len(tail.ids) :] = is_answer
-    return ids, counts
+    def make(
+        self,
+        draw: random.Random,
+        *,
+        length: int,
+        depth: int,
+        keys: Sequence[str],
+        values: Sequence[str],
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the tokens of a document, and which of them are its answer, both [length].
 
+        The first key is asked for; the other ones stand at places that `draw` chooses.
 
-def _last_characters(text: EncodedText, count: int) -> NDArray[np.bool_]:
-    """Return which tokens have any of the last `count` characters of a text."""
-    is_last: NDArray[np.bool_] = text.ends > text.ends[-1] - count
-    return is_last
+        Raises:
+            ValueError: The haystack is too short, or the length.
+        """
+        before, after = self._around(keys[0], values[0])
+        head, _ = self._encoded(before)
+        tail, is_answer = self._encoded(after, trained=len(values[0]))
+        hidden = [
+            self._encoded(_NEEDLE.format(key=key, value=value))[0]
+            for key, value in zip(keys, values, strict=True)
+        ]
+        around = len(head) + len(tail) + sum(map(len, hidden))
+        _check_room(length, around=around, haystack=len(self.haystack.ids), keys=len(keys))
+        text = self.haystack.cut(length - around, start=draw.random())
+        shares = [depth / 100, *(draw.random() for _ in keys[1:])]
+        places = [text.place(share) for share in shares]
+        parts, done = [head], 0
+        for place, needle in sorted(zip(places, hidden, strict=True), key=itemgetter(0)):
+            parts += [text.ids[done:place], needle]
+            done = place
+        ids = np.concatenate([*parts, text.ids[done:], tail])
+        assert len(ids) == length, "the haystack fills what is left"
+        counts = np.zeros(length, dtype=np.bool_)
+        counts[length - len(tail) :] = is_answer
+        return ids, counts
+
+    def _around(self, key: str, value: str) -> tuple[str, str]:
+        """Return the text before and after the haystack, the answer included."""
+        question, answer = (text.format(key=key, value=value) for text in (_QUESTION, _ANSWER))
+        if self.template is None:
+            return _INTRODUCTION, f"{question} {answer}"
+        rendered = self.template.question(f"{_INTRODUCTION}{_PLACE}{question}")
+        before, *after = rendered.split(_PLACE)
+        if len(after) != 1:
+            raise ValueError(
+                f"{self.template.name}: the template does not write a message of the user once and "
+                "as it is; give another --chat-template, or leave --chat out"
+            )
+        return before, after[0] + answer
+
+    def _encoded(
+        self, text: str, *, trained: int = 0
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the ids of a text, and which of them have any of its last characters."""
+        marked = MarkedText(text, ((len(text) - trained, len(text)),))
+        ((ids, counts),) = self.tokenizer.encode_texts([marked])
+        assert counts is not None, "a span is marked"
+        return ids.astype(np.int64), counts
 
 
 def _check_room(length: int, *, around: int, haystack: int, keys: int) -> None:
@@ -234,15 +261,4 @@ def _check_room(length: int, *, around: int, haystack: int, keys: int) -> None:
         raise ValueError(
             f"--haystack: its files have {haystack} tokens, and a document of {length} has room "
             f"for {length - around}; give more text, or shorter --lengths"
-        )
-
-
-def _check_same(out: Path, written: Path) -> None:
-    """Raise ValueError unless two directories hold the same files."""
-    names = sorted(set(os.listdir(out)) | set(os.listdir(written)))
-    _, different, missing = filecmp.cmpfiles(out, written, names, shallow=False)
-    if different or missing:
-        raise ValueError(
-            f"--out {out}: holds other tokens ({', '.join(different + missing)} differ); replace "
-            "them with --force, or give a new name"
         )

@@ -231,6 +231,16 @@ class ChatTemplate:
             f"{one_line(self.name)}: {problem}, so the model would not learn to stop; {fix}"
         )
 
+    def question(self, text: str) -> str:
+        """Return the text of one message of a user, up to where the assistant answers at once.
+
+        Raises:
+            ValueError: The template refuses it.
+        """
+        messages = ({"role": "user", "content": text},)
+        chat = Chat(messages, None, {"enable_thinking": False}, None, (True,))
+        return self._render(chat, messages, "question", add_generation_prompt=True)[0]
+
     def _prompt(self, chat: Chat, source: str) -> str:
         """Return the text of the prompt, up to where the completion begins."""
         if not chat.prompt_messages:

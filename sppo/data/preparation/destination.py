@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from sppo.data.preparation.chat_template import TEMPLATE_FILE
-from sppo.data.preparation.row_encoder import RowEncoder, Tokenizer
+from sppo.data.preparation.chat_template import TEMPLATE_FILE, ChatTemplate
+from sppo.data.preparation.row_encoder import Tokenizer
 from sppo.data.preparation.token_writer import TokenWriter, move_into_place, temporary_sibling
 from sppo.data.preparation.tokenizer_file import FileTokenizer
 from sppo.data.tokens import META_FILE, TokenData, open_tokens, verify_tokens
@@ -28,15 +29,20 @@ class Destination:
     existing: TokenData | None
     """Token data that is there already, and must hold the same tokens; None to write."""
 
-    def finish(self, encoder: RowEncoder) -> None:
-        """Write what belongs to the tokens: their description, and the tokenizer's files."""
-        tokenizer, template = encoder.tokenizer, encoder.template
+    def finish(self, tokenizer: Tokenizer, template: ChatTemplate | None, **described: Any) -> None:
+        """Write what belongs to the tokens: their description, and the tokenizer's files.
+
+        Args:
+            tokenizer: Tokenizer of the data.
+            template: Chat template of the data; None if documents are no chats.
+            described: Further fields of ``meta.json``.
+        """
         if isinstance(tokenizer, FileTokenizer):
             for name, content in tokenizer.files.items():
                 _write_file(self.temporary / name, content)
         if template is not None:
             _write_file(self.temporary / TEMPLATE_FILE, template.text.encode())
-        self.writer.finish(**encoder.described())
+        self.writer.finish(**described)
 
     def keep(self) -> None:
         """Move the data to their place, or check that those which are there are equal.

@@ -137,7 +137,7 @@ def prepare_tokens(
         left_out = _write(shards, places, total_bytes=source_bytes, on_progress=on_progress)
         _check_written(places, left_out, paths=paths, rows=rows)
         for place in places:
-            place.finish(encoder)
+            place.finish(encoder.tokenizer, encoder.template, **encoder.described())
         for place in places:
             place.keep()
     return _summary(places, left_out, num_files=len(paths), source_bytes=source_bytes)
