@@ -142,6 +142,15 @@ def test_other_sources_are_another_run(mixture):
     assert tree(mixture / "out") == before
 
 
+def test_the_order_of_sources_in_a_file_changes_nothing(mixture):
+    succeed("train", "run.yaml", "train.steps=1")
+    backwards = "{code: {tokens: code, weight: 1}, books: {tokens: books, weight: 3}}"
+    text = succeed("train", "run.yaml", "train.steps=2", f"data.sources={backwards}")
+    assert "step 2/2 | " in text
+    assert "step 1/2 | " not in text
+    assert "mixture   books " in text
+
+
 def test_solve_and_estimate_draw_steps_of_the_mixture(mixture):
     hardware = "hardware={preset: laptop-cpu}"
     assert "books, code" in succeed("solve", "run.yaml", hardware)
