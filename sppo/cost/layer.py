@@ -43,6 +43,10 @@ _ACCUMULATED_BYTES = 2 * ACCUMULATION_BYTES
 """Memory traffic of a weight gradient per element and subsequence: its sum is read and written.
 The addend causes none: on a CPU it is a tile that stays in the cache, on a GPU it is not stored."""
 
+_CONVERSION_BYTES = 2 * NUM_MOMENTS * (2 + ACCUMULATION_BYTES)
+"""Memory traffic of an update of a parameter whose moments are in bf16: these are converted to fp32
+before it, and back after it."""
+
 _FORWARD_KERNELS = 16
 _BACKWARD_KERNELS = 36
 _CLASSES = (X_IN, ATTENTION, LINEAR)
@@ -267,7 +271,13 @@ def update_seconds(workload: Workload, *, parameters: Floats) -> Table:
     work = [("adamw", 1)]
     if workload.element_bytes < ACCUMULATION_BYTES:
         work.append(("narrow", 1))
-    return _work_seconds(workload, work, tokens=parameters)
+    seconds = _work_seconds(workload, work, tokens=parameters)
+    if workload.moments == "bf16":
+        rate = workload.hardware.device.elementwise_bytes_per_s(
+            "adamw", workload.dtype, elements=parameters
+        )
+        seconds += parameters * _CONVERSION_BYTES / rate
+    return seconds
 
 
 def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:

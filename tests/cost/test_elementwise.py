@@ -201,3 +201,7 @@ def test_an_update_writes_narrow_weights_from_their_masters():
     }
     assert offloaded["fp32"] == pytest.approx(44 * 1e6)
     assert offloaded["bf16"] == pytest.approx((44 + 6) * 1e6)
+    narrow = Workload(model_of("llama"), hardware, dtype="bf16", moments="bf16")
+    seconds = update_seconds(narrow, parameters=parameters)
+    converted = 2 * (2 * 2 + 2 * 4)  # both moments are read and written in both precisions
+    assert seconds * hardware.device.memory_bytes_per_s == pytest.approx((50 + converted) * 1e6)

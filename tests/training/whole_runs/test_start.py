@@ -114,7 +114,9 @@ def test_the_context_is_stretched_and_the_start_remembered(first):
         data={"tokens": "long"},
         sequence={"length": 256},
     )
-    train_alone(load_run(stretched))
+    run = load_run(stretched)
+    assert load_run(run) == run  # as ranks are told it
+    train_alone(run)
     metadata = json.loads((first / "second/checkpoints/step_000003/metadata.json").read_text())
     assert metadata["config"]["model"]["rope_scaling"]["factor"] == 4
     told = metadata["start"]
