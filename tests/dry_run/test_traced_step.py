@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
+from sppo.cost.parameters import num_parameters
 from sppo.engine import unit
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.attention.choice import CAPABILITIES
@@ -82,6 +83,23 @@ def test_fp32_holds_what_is_planned():
     step = trace_step(run, plan_for_gpu(run))
     assert step.backend == "torch_blocks"
     assert_as_planned(step)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_moments_in_bf16_take_what_is_planned(tier):
+    state, optimizer = {"optimizer": tier}, {"moments": "bf16"}
+    run = run_of("qwen3", "retain", state=state, optimizer=optimizer, length=1024)
+    plan = plan_for_gpu(run)
+    assert_as_planned(trace_step(run, plan))
+    wide = plan_for_gpu(run.with_values({"optimizer.moments": "fp32"})).stages[0].memory
+    narrow, parameters = plan.stages[0].memory, num_parameters(run.model)
+    bytes_of = "optimizer_bytes" if tier == "device" else "host_optimizer_bytes"
+    ours, theirs = (
+        getattr(memory.device if tier == "device" else memory, bytes_of)
+        for memory in (narrow, wide)
+    )
+    assert (ours, theirs) == (8 * parameters, 12 * parameters)
 
 
 LAYOUTS = {
