@@ -154,7 +154,10 @@ def test_an_evaluation_of_the_initial_weights_is_that_of_the_checkpoint(first):
             {"start": {"data": True}, "train": {"seed": 1}, "sequence": {"length": 32}},
             "sequence.length is 64 there, 32 here; train.seed is 0 there, 1 here. Write start.data",
         ),
-        ({"start": {"data": True}, "data": {"tokens": "other"}}, "other holds other tokens than"),
+        (
+            {"start": {"data": True}, "data": {"tokens": "other"}},
+            "other: other tokens than those that first",
+        ),
         ({"start": {"moments": True}}, "start.moments"),
     ],
     ids=str,
