@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sppo.config.base import Directory, Section, Steps
 
 
@@ -14,8 +16,9 @@ class StartConfig(Section):
 
     from_run: Directory
     """Output directory of the other run, whose fp32 weights are the initial weights."""
-    step: Steps | None = None
-    """Number of steps after which the checkpoint was saved; null starts from the newest."""
+    step: Literal["best"] | Steps | None = None
+    """Number of steps after which the checkpoint was saved, or best: the one with which
+    ``validation.watch`` was best. null starts from the newest."""
     optimizer: bool = False
     """Whether the moments of the optimizer and its number of updates are taken along. The
     learning-rate schedule begins at step 0 in any case."""

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints, step_name
+from sppo.checkpoint.files import (
+    BEST,
+    CHECKPOINTS_DIRECTORY,
+    best_checkpoint,
+    list_checkpoints,
+)
 from sppo.checkpoint.manifest import MANIFEST_FILE, find_absence
 from sppo.checkpoint.newest import Checkpoint, InvalidCheckpointError, find_checkpoint
 from sppo.config import RunConfig
@@ -70,7 +75,7 @@ def _path(run: RunConfig) -> Path:
     assert start is not None, "the run starts from another"
     directory = Path(start.from_run)
     found = list_checkpoints(directory / CHECKPOINTS_DIRECTORY)
-    steps = sorted(step for step, _ in found)
+    paths: dict[int | str, Path | None] = dict(sorted(found))
     if not found:
         raise ValueError(
             f"start.from_run={start.from_run} holds no checkpoint in {CHECKPOINTS_DIRECTORY}/: "
@@ -78,12 +83,15 @@ def _path(run: RunConfig) -> Path:
         )
     if start.step is None:
         return directory
-    if start.step not in steps:
+    paths[BEST] = best_checkpoint(directory / CHECKPOINTS_DIRECTORY)
+    path = paths.get(start.step)
+    if path is None:
+        there = ", ".join(str(step) for step, one in paths.items() if one is not None)
         raise ValueError(
-            f"start.step={start.step}: {start.from_run} holds checkpoints of the steps "
-            f"{', '.join(map(str, steps))}; name one of them, or leave it out for the newest"
+            f"start.step={start.step}: {start.from_run} holds the checkpoints {there}; name one of "
+            "them, or leave it out for the newest"
         )
-    return directory / CHECKPOINTS_DIRECTORY / step_name(start.step)
+    return path
 
 
 def check_same_order(run: RunConfig, checkpoint: Checkpoint) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sppo.checkpoint.checkpoint import read_weights
+from sppo.checkpoint.files import link_best
 from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import ConfigError, load_run
 from tests.conftest import refuse, succeed, write_run, write_tokens
@@ -96,7 +97,8 @@ def trained(rank, directory, arguments):
 
 
 def test_weights_are_the_fp32_weights_and_moments_begin_at_zero(first):
-    still = second(first, optimizer={"lr": 0}, train={"steps": 1})
+    link_best(first / "first/checkpoints", step=3)
+    still = second(first, start={"step": "best"}, optimizer={"lr": 0}, train={"steps": 1})
     train_alone(load_run(still))
     _, weights = read_weights(first / "second")
     _, expected = read_weights(first / FIRST)
@@ -148,7 +150,9 @@ def test_an_evaluation_of_the_initial_weights_is_that_of_the_checkpoint(first):
         ({"model": {"preset": "tiny"}}, "'tiny-test' in first, from which this run starts; only "),
         ({"model": {"norm_eps": 1e-6}}, "model.norm_eps"),
         ({"start": {"from_run": "nowhere"}}, "nowhere holds no run.json: give the output"),
-        ({"start": {"step": 4}}, "start.step=4: first holds checkpoints of the steps 3, 6;"),
+        ({"start": {"step": 4}}, "start.step=4: first holds the checkpoints 3, 6; name one"),
+        ({"start": {"step": "best"}}, "start.step=best: first holds the checkpoints 3, 6;"),
+        ({"start": {"step": "bst"}}, "Did you mean 'best'?"),
         ({"train": {"output": "first"}}, "first belongs to a run with another configuration"),
         (
             {"start": {"data": True}, "train": {"seed": 1}, "sequence": {"length": 32}},
