@@ -59,7 +59,7 @@ def new_run_file(
     made["train"]["output"] = Value(f"runs/{data.resolve().name}-{kind}")
     if held_out is not None:
         sets = {"held_out": {"tokens": str(held_out), "sequences": SAMPLES_PER_STEP}}
-        every = Value(max(1, steps // _VALIDATIONS), "steps")
+        every = Value(max(1, steps // _VALIDATIONS))
         made["validation"] = {"every": every, "sets": Value(sets)}
     for key, instead in _INSTEAD.items():
         if key in asked.get("train", {}):
