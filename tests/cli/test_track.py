@@ -67,12 +67,19 @@ def test_what_cannot_be_sent(out, monkeypatch, words, says):
     assert tree(out) == before
 
 
-def test_a_failure_is_the_exit_code(out, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tensorboard", "tensorboard does not receive the run: "),
+        ("track.json", "nothing is sent to tensorboard: {}/track.json is damaged: remove it"),
+    ],
+)
+def test_a_failure_is_the_exit_code(out, name, says):
     pytest.importorskip("tensorboard")
-    (out / "tensorboard").write_text("a file, where the events go")
+    (out / name).write_text("no events, and no JSON")
     result = call("track", "out", "--to", "tensorboard")
     assert result.exit_code == 1
-    assert "tensorboard does not receive the run" in result.output
+    assert says.format(out) in result.output
 
 
 def test_a_package_that_is_not_there_is_an_error_before_the_start(tmp_path, monkeypatch):

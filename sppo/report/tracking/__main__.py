@@ -36,7 +36,12 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     request = json.loads(sys.stdin.readline())
     run = TrackedRun(**request["run"])
-    sys.exit(0 if _send(run, request["trackers"]) else 1)
+    try:
+        sent_all = _send(run, request["trackers"])
+    except (OSError, ValueError) as error:  # of the files of what was sent
+        log.warning("warning: nothing is sent to %s: %s", ", ".join(request["trackers"]), error)
+        sent_all = False
+    sys.exit(0 if sent_all else 1)
 
 
 def _send(run: TrackedRun, trackers: list[TrackerName]) -> bool:

@@ -16,7 +16,9 @@ DEFAULT = ("tensorboard", "wandb")
 @pytest.fixture
 def directory(tmp_path):
     write_tokens(tmp_path / "tokens", num_tokens=4 * LENGTH + 1)
-    write_run(tmp_path / "run.yaml", train={"steps": STEPS}, checkpoint={"every": 2})
+    validation = {"every": 4, "sets": {"same": {"tokens": "tokens"}}}
+    sections = {"checkpoint": {"every": 2}, "validation": validation}
+    write_run(tmp_path / "run.yaml", train={"steps": STEPS}, **sections)
     return tmp_path
 
 
@@ -54,6 +56,7 @@ def test_killed_rewound_and_resumed(directory, train, tracker, monkeypatch):
     assert [step for step, _ in found["train/loss"]] == [step for step, _ in ours]
     # TensorBoard's numbers have 32 bits.
     assert dict(found["train/loss"]) == pytest.approx(dict(ours), rel=1e-6)
+    assert [step for step, _ in found["validation/same/perplexity"]] == [0, 4, STEPS]
 
 
 @pytest.mark.exhaustive
