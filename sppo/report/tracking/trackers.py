@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 TENSORBOARD_DIRECTORY = "tensorboard"
 _CONNECT_S = 10
 """Longest time until a tracker that has a server answers."""
-_FINISH_S = 300
-"""Longest time until all that was sent has arrived, after the end of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,6 @@ class Wandb:
             silent=True,
             init_timeout=_CONNECT_S,
             login_timeout=_CONNECT_S,
-            finish_timeout=_FINISH_S,
             x_stats_pid=os.getppid(),
         )
 

@@ -25,7 +25,7 @@ from sppo.version import __version__
 
 _log = logging.getLogger(__name__)
 
-_WAIT_S = 30.0
+_WAIT_S = 15.0
 """Longest time that the end of a run waits for trackers."""
 
 
