@@ -46,13 +46,15 @@ def test_the_command_line_starts_without_anything_heavy():
 UPDATED = """
 import torch
 from sppo.config.optimizer import OptimizerConfig
+from sppo.cost.parameter_groups import UpdateRule
 from sppo.kernels import cross_entropy, elementwise, rotary
 from sppo.kernels.attention import block_attention, interface
 from sppo.optim import gradient_norm
 from sppo.optim.fused_adamw import FusedAdamW
 
 x = torch.ones(2)
-FusedAdamW([x], [[x], [x]], config=OptimizerConfig(), weight_decay=0.1).step([x], lr=1e-3)
+rule = UpdateRule(1.0, 0.1)
+FusedAdamW([x], [[x], [x]], config=OptimizerConfig(), rule=rule).step([x], lr=1e-3)
 """
 
 
