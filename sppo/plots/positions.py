@@ -82,7 +82,7 @@ def position_plot(path: Path, panels: Mapping[str, Curves], *, facts: Sequence[s
 
 
 def validations_plot(validation_path: Path, png_path: Path) -> None:
-    """Draw every validation that is recorded in ``validation_path``: a panel for each of three sets.
+    """Draw the validations recorded in ``validation_path``: a panel for each of up to three sets.
 
     Sets with several ranges of positions come first.
 
