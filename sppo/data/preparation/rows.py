@@ -106,7 +106,8 @@ def _read_json(path: Path, columns: frozenset[str]) -> Iterator[Row]:
 
 _FIX = (
     'a row is an object such as {"text": "..."}: a line of a .jsonl file, or an item of the list in'
-    " a .json file"
+    " a .json file; leave files of other JSON out with --glob, or call them .txt to train on their"
+    " text"
 )
 
 
