@@ -122,9 +122,9 @@ def _kept_in(directory: Path) -> TrainedTokenizer:
     end = read_meta(directory / META_FILE).tokenizer.end_of_document
     ends = [] if end is None else [end]
     if TEMPLATE_FILE in files:
-        stop = ChatTemplate.load(directory).stop
+        stops = ChatTemplate.load(directory).stops[-1:]
         added = read_json(directory / _TOKENIZER).get("added_tokens") or ()
-        ends += [token["id"] for token in added if token["content"] == stop]
+        ends += [token["id"] for token in added if token["content"] in stops]
     return TrainedTokenizer(directory, files, tuple(ends))
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATES = Path(find_spec("trl").origin).parent / "chat_templates"
-_SPECIAL = re.compile(r"<[|｜][^<>|｜ ]+[|｜]>|<(?:start|end)_of_turn>|</?s>|\[/?[A-Z_]+\]|<bos>")
+_SPECIAL = re.compile(
+    r"<[|｜][^<>|｜ ]+[|｜]>|<(?:start|end)_of_\w+>|</?s>|\[/?[A-Z_]+\]|<bos>|<\|\w+>|<\w+\|>"
+)
 _NAMED = {"bos_token": "<bos>", "eos_token": "</s>", "pad_token": "<|pad|>"}
 _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 

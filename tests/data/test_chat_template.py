@@ -22,6 +22,7 @@ ORIGINALS = (
     "mistral",
     "deepseekv3",
     "cohere",
+    "cohere2",
     "glm4moe",
     "lfm2",
     "nemotron_3_nano",

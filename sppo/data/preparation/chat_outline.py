@@ -153,7 +153,7 @@ class Outline:
             spelling = next(
                 (
                     spelling
-                    for spelling in _spellings(anchor.stretch.text)
+                    for spelling in spellings(anchor.stretch.text)
                     if rendered.startswith(spelling, position)
                 ),
                 None,
@@ -193,7 +193,7 @@ class Places:
         return self.ends[number] + position - self.outline_ends[number]
 
 
-def _spellings(text: str) -> list[str]:
+def spellings(text: str) -> list[str]:
     """Return the ways in which templates write a text: inside of JSON, and as it is."""
     inside = [json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (True, False)]
     return [*inside, text]

@@ -20,6 +20,7 @@ from sppo.data.preparation.chat_outline import (
     DifferentText,
     Outline,
     OutlinedMessages,
+    spellings,
 )
 from sppo.quoting import quoted
 
@@ -45,8 +46,8 @@ class Template:
     """Texts that the template looks for in messages."""
     special_tokens: re.Pattern[str]
     """Pattern that finds the special tokens of the tokenizer."""
-    answer_stop: str | None
-    """The special token that ends an answer; None if unknown."""
+    stops: tuple[str, ...]
+    """The special tokens that end an answer, mostly one; empty if unknown."""
 
 
 def assistant_spans(
@@ -174,7 +175,7 @@ class _Spans:
             following: What the template writes after the message.
         """
         end, after = (0, "") if anchor is None else (anchor.end, anchor.stretch.after)
-        possible = (end + len(rest) for rest in (after, after.rstrip(), ""))
+        possible = (end + len(rest) for rest in (*spellings(after), after.rstrip(), ""))
         return next((at for at in possible if self.outline.text.startswith(following, at)), None)
 
     def _prompt(self, number: int, earlier: Anchor | None) -> str:
@@ -203,9 +204,9 @@ class _Spans:
 
     def _end(self, number: int, last: int) -> int:
         """Return where the token ends that stops a message whose last text ends at ``last``."""
-        following = self._first_after(last)
         anchors, text = self.outline.anchors, self.outline.text
-        limit = anchors[following].start if following < len(anchors) else len(text)
+        later = self._first_after(last)
+        limit = anchors[later].start if later < len(anchors) else len(text)
         stop = self._call_stop(number) if "tool_calls" in self.messages[number] else None
         if stop is not None and (position := text.find(stop, last, limit)) >= 0:
             return position + len(stop)
@@ -218,7 +219,11 @@ class _Spans:
                 + " no special token of the tokenizer, so the model would not learn to stop; give a"
                 " --chat-template that ends it with one, such as eos_token"
             )
-        return found.end()
+        end = found.end()
+        for expected in self.template.stops[1:] if found[0] in self.template.stops[:1] else ():
+            following = self.template.special_tokens.search(text, end, limit)
+            end = following.end() if following and following[0] == expected else end
+        return end
 
     def _call_stop(self, number: int) -> str | None:
         """Return the token that stops a message with calls of tools; None if there is none.
@@ -230,8 +235,8 @@ class _Spans:
             outline = self._outline(self.messages[: number + 1])
             tail = outline.text[outline.anchors[-1].end if outline.anchors else 0 :]
             tokens = self.template.special_tokens.findall(tail)
-            answer = self.template.answer_stop
-            self._call_stops[kind] = answer if answer in tokens else (tokens or [None])[-1]
+            known = [token for token in self.template.stops[-1:] if token in tokens]
+            self._call_stops[kind] = next(iter(known or tokens[-1:]), None)
         return self._call_stops[kind]
 
 

@@ -147,7 +147,7 @@ class ChatTemplate:
                     " follows, so the completion cannot be located; use --train-on assistant"
                 )
             return MarkedText(text, ((len(prompt), len(text)),) if len(text) > len(prompt) else ())
-        stop = self.stop
+        stops = self.stops
         if self.method == "marked":
             return MarkedText(text, self._chosen(marks, chat, wanted, source))
         from sppo.data.preparation.chat_rendering import looks_for
@@ -158,7 +158,7 @@ class ChatTemplate:
             )[0],
             looks_for(self.text),
             self._special_tokens,
-            stop,
+            stops,
         )
         messages = template_messages(chat.messages)
         try:
@@ -198,38 +198,49 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
-    def stop(self) -> str | None:
-        """The special token that ends an answer; None if the template wants other messages.
+    def stops(self) -> tuple[str, ...]:
+        """The special tokens that end an answer, mostly one; empty if the template wants others.
+
+        They are those after an answer, whether or not messages follow.
 
         Raises:
-            ValueError: No special token does, or it stands outside of the marks of the template.
+            ValueError: No special token does, or they stand outside of the marks of the template.
         """
-        messages = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "sppo"})
-        chat = Chat(messages, None, {}, None, (True, True))
-        try:
-            text, marks = self._render(chat, messages, "")
-        except ValueError:
-            return None
-        end = text.rfind("sppo") + len("sppo")
-        stop = self._special_tokens.search(text, end)
-        if stop is None:
-            written = text[end:].strip()
-            problem = (
-                f"{quoted(written) if written else 'nothing'} ends the messages of the assistant,"
-                " which is no special token of the tokenizer"
-            )
-            fix = "give a --chat-template that ends them with one, such as eos_token"
-        elif marks and not any(a <= stop.start() and stop.end() <= b for a, b in marks):
-            problem = (
-                f"{stop[0]} ends the messages of the assistant, and stands outside of the"
-                " template's {% generation %} marks"
-            )
-            fix = "move it inside"
-        else:
-            return stop[0]
-        raise ValueError(
-            f"{one_line(self.name)}: {problem}, so the model would not learn to stop; {fix}"
+        question, answer = (
+            {"role": "user", "content": "Q"},
+            {"role": "assistant", "content": "sppo"},
         )
+        found = []
+        for messages in ((question, answer), (question, answer) * 2):
+            try:
+                chat = Chat(messages, None, {}, None, (True,) * len(messages))
+                text, marks = self._render(chat, messages, "")
+            except ValueError:
+                break
+            if (start := text.find("sppo")) >= 0:
+                found.append((text, marks, list(self._special_tokens.finditer(text, start))))
+        if not found:
+            return ()
+        text, marks, tokens = found[0]
+        if not tokens:
+            written = text[text.find("sppo") + len("sppo") :].strip()
+            raise ValueError(
+                f"{one_line(self.name)}: {quoted(written) if written else 'nothing'} ends the"
+                " messages of the assistant, which is no special token of the tokenizer, so the"
+                " model would not learn to stop; give a --chat-template that ends them with one,"
+                " such as eos_token"
+            )
+        pairs = enumerate(zip(tokens, found[-1][2], strict=False))
+        number = next((i for i, (one, other) in pairs if one[0] != other[0]), len(tokens))
+        stops = tokens[: max(1, number)]
+        last = stops[-1]
+        if marks and not any(start <= last.start() and last.end() <= end for start, end in marks):
+            raise ValueError(
+                f"{one_line(self.name)}: {last[0]} ends the messages of the assistant, and stands"
+                " outside of the template's {% generation %} marks, so the model would not learn to"
+                " stop; move it inside"
+            )
+        return tuple(stop[0] for stop in stops)
 
     def question(self, text: str) -> str:
         """Return the text of one message of a user, up to where the assistant answers at once.
