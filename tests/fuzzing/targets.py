@@ -32,6 +32,7 @@ from sppo.planning.estimate import estimate
 from sppo.planning.plan import digest_of, plan_json, read_plan
 from sppo.schedule.program_text import format_program, parse_program
 from tests.data.rows import write_chatml_tokenizer
+from tests.fuzzing.chat_targets import chat_templates
 from tests.fuzzing.damage import (
     changed_bytes,
     changed_json,
@@ -359,5 +360,6 @@ TARGETS: Mapping[str, Case] = {
     for case in (
         *(run_files, yaml_text, estimates, programs, plans, hardware_files, model_configs),
         *(weight_files, token_data, id_files, documents, rows, tokenizers, checkpoints, options),
+        chat_templates,
     )
 }
