@@ -18,7 +18,7 @@ from rich.console import Console
 from sppo.config import RunConfig, load_run, run_sections
 from sppo.config.rules import log_run_warnings
 from sppo.config.run import DEGREES
-from sppo.data.evaluated_sets import evaluated_lengths
+from sppo.data.evaluated_sets import evaluated_samples
 from sppo.data.samples.label_share import with_label_share_if_there
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware
@@ -105,7 +105,7 @@ def planned_validation(
         candidate=step.candidate,
         training=step.memory,
         step_s=step_s or step.step_s,
-        lengths=evaluated_lengths(run),
+        samples=evaluated_samples(run),
     )
 
 

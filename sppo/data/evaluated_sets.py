@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from sppo.config import RunConfig
 from sppo.config.validation import ValidationSet
 from sppo.data.run_tokens import check_same_vocabulary, open_data
 from sppo.data.samples.run_samples import table_of
 from sppo.data.tokens import TOKENS_FILE, TokenData, open_tokens
-from sppo.planning.validation_plan import run_of_set
+from sppo.planning.validation_plan import SetSamples, run_of_set
 
 
 def open_set(run: RunConfig, name: str) -> TokenData:
@@ -36,18 +38,25 @@ def set_key(name: str) -> str:
     return f"validation.sets.{name}.tokens"
 
 
-def evaluated_lengths(run: RunConfig) -> Mapping[str, Sequence[int]]:
-    """Return the tokens of each sequence, or sample, that is evaluated, by set.
+def evaluated_samples(run: RunConfig) -> Mapping[str, SetSamples]:
+    """Return what is evaluated of each set.
 
     A set whose tokens are not there counts as sequences of full length: as many as are evaluated,
     or one.
     """
-    return {name: _lengths(run_of_set(run, own), own) for name, own in run.evaluated_sets.items()}
+    return {name: _samples(run_of_set(run, own), own) for name, own in run.evaluated_sets.items()}
 
 
-def _lengths(run: RunConfig, own: ValidationSet) -> Sequence[int]:
+def _samples(run: RunConfig, own: ValidationSet) -> SetSamples:
     if not (Path(own.tokens) / TOKENS_FILE).is_file():
-        return [run.sequence.length] * (own.sequences or 1)
-    table = table_of(run, open_tokens(own.tokens))
-    lengths: list[int] = table.lengths[: own.sequences].tolist()
-    return lengths
+        lengths = [run.sequence.length] * (own.sequences or 1)
+        return SetSamples(lengths, sum(lengths))
+    data = open_tokens(own.tokens)
+    table = table_of(run, data)
+    lengths = table.lengths[: own.sequences].tolist()
+    if data.loss_mask is None:
+        return SetSamples(lengths, sum(lengths))
+    firsts = (int(start) + 1 for start in table.starts[: len(lengths)])
+    spans = zip(firsts, lengths, strict=True)
+    labels = sum(int(np.count_nonzero(data.counts(a, a + length))) for a, length in spans)
+    return SetSamples(lengths, labels)

@@ -31,6 +31,21 @@ _UNITS_PER_RANK = 8
 """Subsequences that run together for each pipeline rank, at least, if there are as many."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SetSamples:
+    """What of a set is evaluated."""
+
+    lengths: Sequence[int]
+    """Tokens of each sequence, or sample."""
+    num_labels: int
+    """Number of labels that count."""
+
+    @property
+    def label_share(self) -> float:
+        """Fraction of the tokens whose label counts, which alone the head computes."""
+        return max(1, self.num_labels) / sum(self.lengths)
+
+
 @dataclass(frozen=True, slots=True)
 class SetPlan:
     """Plan of the evaluation of one set."""
@@ -147,7 +162,7 @@ def plan_validation(
     candidate: Candidate,
     training: Sequence[StageMemory],
     step_s: float,
-    lengths: Mapping[str, Sequence[int]],
+    samples: Mapping[str, SetSamples],
 ) -> ValidationPlan:
     """Return the plan of the validations of a run.
 
@@ -156,15 +171,18 @@ def plan_validation(
         candidate: Candidate of a step of the run.
         training: Memory of each pipeline rank in such a step.
         step_s: Predicted seconds of the step.
-        lengths: Tokens of each sequence, or sample, that is evaluated, by set.
+        samples: What is evaluated, by set.
     """
     assert run.validation is not None, "asked for only with a validation"
     most = max(rank.device.total_bytes for rank in training)
     room_bytes = max(candidate.budget_bytes, most)
     planned, problem = [], None
     for name, own in run.evaluated_sets.items():
-        of_set = SetPlanner(run_of_set(run, own), step=candidate, training=training)
-        found = of_set.plan(name, lengths[name], room_bytes=room_bytes)
+        workload = replace(candidate.workload, label_share=samples[name].label_share)
+        of_set = SetPlanner(
+            run_of_set(run, own), step=replace(candidate, workload=workload), training=training
+        )
+        found = of_set.plan(name, samples[name].lengths, room_bytes=room_bytes)
         planned.append(found)
         if found.peak_bytes > room_bytes and problem is None:
             longest = of_set.longest(found, room_bytes=room_bytes)

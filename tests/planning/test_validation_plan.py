@@ -7,7 +7,7 @@ import pytest
 from sppo.hardware.presets import PRESETS
 from sppo.planning.evaluated_rows import rows_of, rows_of_replica
 from sppo.planning.run_plan import executed_candidate
-from sppo.planning.validation_plan import plan_validation
+from sppo.planning.validation_plan import SetSamples, plan_validation
 from tests.make import make_run
 
 
@@ -22,7 +22,7 @@ def planned(run, *, lengths, usable_bytes=None):
         candidate=step.candidate,
         training=step.memory,
         step_s=step.step_s,
-        lengths=lengths,
+        samples={name: SetSamples(own, sum(own)) for name, own in lengths.items()},
     )
     return step, found
 

@@ -143,6 +143,9 @@ def test_end_without_improvement(make):
     assert "ended early" in screen
     more, _ = train(make(stop_after=4, min_improvement=10.0, every=1))
     assert more.done_steps == 4
+    fewer = {"held_out": {**SETS["held_out"], "sequences": 2}}
+    other, _ = train(make(stop_after=4, min_improvement=10.0, every=1, sets=fewer))
+    assert other.done_steps == STEPS, "values of another set are no values to improve on"
 
 
 def test_interrupted_validation_is_made_again(make, monkeypatch):

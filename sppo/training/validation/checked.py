@@ -11,7 +11,7 @@ from sppo.data.evaluated_sets import set_key
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.validation_plan import ValidationPlan, plan_validation, run_of_set
+from sppo.planning.validation_plan import SetSamples, ValidationPlan, plan_validation, run_of_set
 from sppo.training.job import Job, token_facts
 from sppo.training.validation.evaluate import EvaluatedSet
 
@@ -23,6 +23,8 @@ class CheckedValidation:
     config: ValidationConfig
     plan: ValidationPlan
     sets: tuple[EvaluatedSet, ...]
+    num_labels: Mapping[str, int]
+    """Number of labels of each set."""
 
     @property
     def watched(self) -> tuple[str, str]:
@@ -56,7 +58,7 @@ def check_validation(job: Job, plan: ExecutionPlan) -> CheckedValidation | None:
         facts |= token_facts(set_key(name), samples.sources[0])
     if job.mesh.is_distributed:
         peers.check_same(facts)
-    planned = peers.decided_by_main(lambda: _planned(job, plan, opened))
+    planned, num_labels = peers.decided_by_main(lambda: _planned(job, plan, opened))
     sets = (
         EvaluatedSet.of(
             opened[own.name],
@@ -69,33 +71,36 @@ def check_validation(job: Job, plan: ExecutionPlan) -> CheckedValidation | None:
         )
         for own in planned.sets
     )
-    return CheckedValidation(run.validation, planned, tuple(sets))
+    return CheckedValidation(run.validation, planned, tuple(sets), num_labels)
 
 
-def _planned(job: Job, plan: ExecutionPlan, opened: Mapping[str, TrainingData]) -> ValidationPlan:
-    """Return the plan of the validations.
+def _planned(
+    job: Job, plan: ExecutionPlan, opened: Mapping[str, TrainingData]
+) -> tuple[ValidationPlan, dict[str, int]]:
+    """Return the plan of the validations, and the number of labels of each set.
 
     Raises:
         ValueError: A set has no label that counts.
         MemoryError: A set does not fit.
     """
-    run, lengths = job.run, {}
+    run, evaluated = job.run, {}
     for name, samples in opened.items():
         count = run.evaluated_sets[name].sequences
-        evaluated = range(min(samples.num_samples, count or samples.num_samples))
-        if not any(samples.num_labels([sample]) for sample in evaluated):
+        first = range(min(samples.num_samples, count or samples.num_samples))
+        num_labels = samples.num_labels(first)
+        if not num_labels:
             raise ValueError(
-                f"validation.sets.{name}: no label of its first {len(evaluated)} "
+                f"validation.sets.{name}: no label of its first {len(first)} "
                 f"{samples.table.noun}s counts; raise sequences, or take the set out"
             )
-        lengths[name] = samples.lengths(evaluated)
+        evaluated[name] = SetSamples(samples.lengths(first), num_labels)
     found = plan_validation(
         run,
         candidate=plan.candidate(),
         training=plan.rank_memory,
         step_s=plan.predicted.step_s,
-        lengths=lengths,
+        samples=evaluated,
     )
     if found.problem is not None:
         raise MemoryError(found.problem)
-    return found
+    return found, {name: own.num_labels for name, own in evaluated.items()}

@@ -60,8 +60,12 @@ class Validator:
         self._job, self._state, self._checked = job, state, checked
         self._config, self._watched = checked.config, checked.watched
         self._last_step = history[-1].step if history else None
+        num_labels = checked.num_labels
         self.progress = progress_of(
-            history, watched=self._watched, least=self._config.min_improvement
+            # Losses of a set that was another before do not compare.
+            [record for record in history if record.labels == num_labels.get(record.set)],
+            watched=self._watched,
+            least=self._config.min_improvement,
         )
         """Best validation so far, and how many followed it."""
 
