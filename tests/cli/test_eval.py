@@ -124,6 +124,7 @@ def test_the_plot(trained):
     ("words", "says"),
     [
         (["model.mlp_size=128"], "model.mlp_size is 64 there, 128 in the run file"),
+        (["parallel.pipeline_parallel_degree=3"], "every stage needs a layer, and the model has 1"),
         (["--png", "no/such/place.png"], "there is no directory no/such"),
     ],
 )
