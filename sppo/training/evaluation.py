@@ -153,7 +153,13 @@ def _plan(job: Job, lengths: Sequence[int], *, room_bytes: int) -> EvaluationPla
     hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=job.local_ranks)
     if device.kind == "cuda":
         hardware = with_attention_here(hardware, run, device)
-    return plan_evaluation(run, hardware=hardware, lengths=lengths, room_bytes=room_bytes)
+    return plan_evaluation(
+        run,
+        hardware=hardware,
+        lengths=lengths,
+        room_bytes=room_bytes,
+        host_bytes=device.host_tier_bytes(local_ranks=job.local_ranks),
+    )
 
 
 def evaluate(

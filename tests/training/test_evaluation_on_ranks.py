@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,17 @@ def test_as_one_process_says(directory, ranks, layout):
             assert ours.num_tokens == theirs.num_tokens
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
     assert len({own.loss for own, _ in found}) == 1
+
+
+@pytest.mark.exhaustive
+def test_the_command_starts_the_ranks(directory, sppo):
+    words = ("eval", "run.yaml", "--json")
+    alone, found = (
+        json.loads(sppo(*words, f"parallel.pipeline_parallel_degree={n}", cwd=directory).stdout)
+        for n in (1, 2)
+    )
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert found["weights_from"] == alone["weights_from"]
 
 
 @pytest.mark.parametrize("degrees", [(2, 2, 2), *exhaustive((3, 1, 1), (1, 2, 2))])
