@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sppo.data.needle.cells import Cell, Cells, write_cells
 from tests.conftest import refuse, succeed, tree
 from tests.model.hf_models import tiny_hf_model
 
@@ -43,7 +44,7 @@ def documents(model):
             place = number % ANSWER
             answer[place] = (answer[place] + 1) % VOCAB_SIZE
         found.append((prompt, answer))
-    return [*found[:3], ([7], []), *found[3:]]
+    return [*found[:3], ([7, 8], []), *found[3:]]
 
 
 @pytest.fixture
@@ -95,6 +96,28 @@ def test_each_document_as_transformers_says(here, model, documents) -> None:
     told = json.loads(succeed("eval", *WORDS, "--samples", "documents", "--length", 99, "--json"))
     assert told["exact"] == sum(line["exact"] is True for line in found) / len(PROMPTS)
     assert told["loss"] * told["num_tokens"] == pytest.approx(-sum(x["logprob"] for x in found))
+
+
+def test_needles_are_found_where_greedy_decoding_gives_the_answer(here, model, documents) -> None:
+    where = [(100 * (1 + number % 2), 50 * (number // 4)) for number in range(len(documents))]
+    cells = tuple(Cell(n, *own, "key", "value") for n, own in enumerate(where))
+    write_cells(Path("pairs"), Cells(1, 0, cells))
+    told = json.loads(succeed("eval", *WORDS, "--json"))
+    given = [bool(answer) and generated(model, prompt) == answer for prompt, answer in documents]
+    expected = {
+        own: [is_given for at, is_given in zip(where, given, strict=True) if at == own]
+        for own in sorted(set(where))
+    }
+    assert told["needles"] == [
+        {"length": own[0], "depth": own[1], "documents": len(found), "exact": sum(found)}
+        for own, found in expected.items()
+    ]
+    text = succeed("eval", *WORDS, "--png", "needle.png")
+    rows = [line.split() for line in text.splitlines() if " %  " in line]
+    assert [row[0] for row in rows] == ["0", "50", "100"]
+    assert [
+        f"{sum(found) / len(found):.0%}" for (_, depth), found in expected.items() if not depth
+    ] == (rows[0][2:])
 
 
 def test_a_run_scores_its_own_tokens_in_subsequences(here) -> None:
