@@ -25,6 +25,12 @@ class Chat:
     """For each message, whether it may be trained on; messages of others than the assistant are
     never trained on as such."""
 
+    def answers(self, *, after_prompt: bool = False) -> tuple[int, ...]:
+        """Return the indices of the messages of the assistant, all or those after the prompt."""
+        first = (self.prompt_messages or 0) if after_prompt else 0
+        numbered = enumerate(self.messages)
+        return tuple(i for i, one in numbered if i >= first and one["role"] == "assistant")
+
 
 def template_messages(messages: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
     """Return messages as transformers gives them to templates.

@@ -16,6 +16,7 @@ from sppo.config.json_file import read_json
 from sppo.config.text_file import read_text_file
 from sppo.data.preparation.chat import Chat, template_messages
 from sppo.data.preparation.chat_spans import SpanError, Template, assistant_spans
+from sppo.data.preparation.chat_stops import Rendered, answer_stops
 from sppo.data.preparation.marked_text import MarkedText
 from sppo.quoting import one_line, quoted
 
@@ -138,8 +139,10 @@ class ChatTemplate:
         text, marks = self._render(chat, chat.messages, source)
         if train_on == "all":
             return MarkedText(text, None)
-        wanted = _wanted(chat, train_on)
-        if train_on == "completion" and wanted == _assistants(chat, chat.prompt_messages or 0):
+        answers = chat.answers(after_prompt=train_on == "completion")
+        last = answers[-1:] if train_on == "last" else answers
+        wanted = tuple(number for number in last if chat.trained[number])
+        if train_on == "completion" and wanted == answers:
             prompt = self._prompt(chat, source)
             if not text.startswith(prompt):
                 raise ValueError(
@@ -176,7 +179,7 @@ class ChatTemplate:
                 joined[-1] = (joined[-1][0], end)
             elif start < end:
                 joined.append((start, end))
-        written = _assistants(chat)
+        written = chat.answers()
         if wanted == written:
             return tuple(joined)
         if len(joined) != len(written):
@@ -201,46 +204,18 @@ class ChatTemplate:
     def stops(self) -> tuple[str, ...]:
         """The special tokens that end an answer, mostly one; empty if the template wants others.
 
-        They are those after an answer, whether or not messages follow.
-
         Raises:
             ValueError: No special token does, or they stand outside of the marks of the template.
         """
-        question, answer = (
-            {"role": "user", "content": "Q"},
-            {"role": "assistant", "content": "sppo"},
-        )
-        found = []
-        for messages in ((question, answer), (question, answer) * 2):
-            try:
-                chat = Chat(messages, None, {}, None, (True,) * len(messages))
-                text, marks = self._render(chat, messages, "")
-            except ValueError:
-                break
-            if (start := text.find("sppo")) >= 0:
-                found.append((text, marks, list(self._special_tokens.finditer(text, start))))
-        if not found:
-            return ()
-        text, marks, tokens = found[0]
-        if not tokens:
-            written = text[text.find("sppo") + len("sppo") :].strip()
-            raise ValueError(
-                f"{one_line(self.name)}: {quoted(written) if written else 'nothing'} ends the"
-                " messages of the assistant, which is no special token of the tokenizer, so the"
-                " model would not learn to stop; give a --chat-template that ends them with one,"
-                " such as eos_token"
-            )
-        pairs = enumerate(zip(tokens, found[-1][2], strict=False))
-        number = next((i for i, (one, other) in pairs if one[0] != other[0]), len(tokens))
-        stops = tokens[: max(1, number)]
-        last = stops[-1]
-        if marks and not any(start <= last.start() and last.end() <= end for start, end in marks):
-            raise ValueError(
-                f"{one_line(self.name)}: {last[0]} ends the messages of the assistant, and stands"
-                " outside of the template's {% generation %} marks, so the model would not learn to"
-                " stop; move it inside"
-            )
-        return tuple(stop[0] for stop in stops)
+
+        def rendered(messages: tuple[dict[str, Any], ...]) -> Rendered:
+            chat = Chat(messages, None, {}, None, (True,) * len(messages))
+            return self._render(chat, messages, "")
+
+        try:
+            return answer_stops(rendered, self._special_tokens)
+        except SpanError as error:
+            raise ValueError(f"{one_line(self.name)}: {error}") from None
 
     def question(self, text: str) -> str:
         """Return the text of one message of a user, up to where the assistant answers at once.
@@ -288,18 +263,6 @@ class ChatTemplate:
                 f"{source}: the chat template {one_line(self.name)} fails:"
                 f" {one_line(error, most=300)}; correct the row, or give another --chat-template"
             ) from None
-
-
-def _assistants(chat: Chat, first: int = 0) -> tuple[int, ...]:
-    """Return the indices of the messages of the assistant from the message ``first`` on."""
-    messages = enumerate(chat.messages)
-    return tuple(i for i, message in messages if i >= first and message["role"] == "assistant")
-
-
-def _wanted(chat: Chat, train_on: TrainOn) -> tuple[int, ...]:
-    """Return the indices of the messages of the assistant to train on."""
-    written = _assistants(chat, (chat.prompt_messages or 0) if train_on == "completion" else 0)
-    return tuple(i for i in (written[-1:] if train_on == "last" else written) if chat.trained[i])
 
 
 def _find(folder: Path, settings: dict[str, Any], option: str | None) -> tuple[str, str]:
