@@ -46,9 +46,10 @@ def prepare(
         typer.Option(
             metavar="bytes|ids|PATH",
             show_default=False,
-            help="bytes: 256 byte values and an end of document; ids: 1-D integer .npy files taken"
-            " as they are, with NAME.mask.npy beside NAME.npy as its loss mask (one bool for each"
-            " id: whether predicting it counts); PATH: a tokenizer.json or its directory. Needed.",
+            help="PATH: a tokenizer.json or its directory; bytes: 256 byte values and an end of"
+            " document; ids: 1-D integer .npy files taken as they are, with NAME.mask.npy beside"
+            " NAME.npy as its loss mask (one bool for each id: whether predicting it counts), or"
+            " rows of input_ids. Needed.",
         ),
     ] = None,
     glob: Annotated[
@@ -65,7 +66,7 @@ def prepare(
             metavar="N",
             min=1,
             max=1 << 32,
-            help="For ids: every id is below this. Without it the largest id + 1.",
+            help="For ids: every id is below this. Without it the largest id + 1 of .npy files.",
         ),
     ] = None,
     end_of_document: Annotated[

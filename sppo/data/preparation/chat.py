@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which reasoning stands in data, the standard one first."""
 
 
@@ -40,7 +40,7 @@ def template_messages(messages: tuple[dict[str, Any], ...]) -> list[dict[str, An
     given = []
     for message in messages:
         kept = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+        reasoning = next((kept[key] for key in REASONING if key in kept), None)
         if reasoning is not None:
             kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
         given.append(kept)

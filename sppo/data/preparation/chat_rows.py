@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sppo.data.preparation.chat import Chat
+from sppo.data.preparation.chat import REASONING, Chat
 from sppo.quoting import one_line, quoted
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -50,11 +50,8 @@ def chat_of(values: Mapping[str, Any], source: str) -> Chat:
     if "system" in values and values["system"] != "":
         listed = [{"role": "system", "content": values["system"]}, *listed]
         prompt_messages = None if prompt_messages is None else prompt_messages + 1
-    messages = tuple(
-        _message(message, f"{source}: message {number}")
-        for number, message in enumerate(listed, start=1)
-    )
-    trained = tuple(_is_trained(message, source) for message in listed)
+    named = [(f"{source}: message {number}", one) for number, one in enumerate(listed, start=1)]
+    messages = tuple(_message(message, where) for where, message in named)
     if not messages:
         raise ValueError(f"{source}: no messages; remove the row")
     if messages[0]["role"] == "assistant":
@@ -66,7 +63,7 @@ def chat_of(values: Mapping[str, Any], source: str) -> Chat:
         tools=_tools(values.get("tools"), source),
         template_values=_template_values(values.get("chat_template_kwargs"), source),
         prompt_messages=prompt_messages,
-        trained=trained,
+        trained=tuple(_is_trained(message, where) for where, message in named),
     )
 
 
@@ -116,7 +113,8 @@ def _message(message: Any, source: str) -> dict[str, Any]:
     calls = kept.get("tool_calls")
     if calls:
         kept["tool_calls"] = _calls(calls, source)
-    kept["content"] = _content(kept.get("content"), source, may_lack=bool(calls))
+    speaks_otherwise = bool(calls) or any(kept.get(key) is not None for key in REASONING)
+    kept["content"] = _content(kept.get("content"), source, may_lack=speaks_otherwise)
     return kept
 
 
@@ -214,7 +212,7 @@ def _is_trained(message: Any, source: str) -> bool:
     for flag in flags:
         if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
             raise ValueError(
-                f"{source}: a message has weight {quoted(flag)}; weights of labels are not"
-                " supported: write 1 or 0, or train: true or false"
+                f"{source}: its weight is {quoted(flag)}; weights of labels are not supported:"
+                " write 1 or 0, or train: true or false"
             )
     return all(flags)
