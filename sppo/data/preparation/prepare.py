@@ -118,6 +118,8 @@ def prepare_tokens(
         globs = ("*.npy",)
     found = find_files([Path(path) for path in inputs], globs=globs, exclude=out)
     paths = tuple(path for path in found if outs[-1] not in path.resolve().parents)
+    if not paths:
+        raise ValueError(f"{found[0]}: in the directory that is written; give other files")
     if tokenizer == "ids":
         paths = without_masks(paths)
     source_bytes = sum(map(_size_bytes, paths))
