@@ -21,6 +21,8 @@ from sppo.units import counted
 _TRAINED_STYLE, _OTHER_STYLE = "bold green", "dim"
 _MARKS = ("«", "»")
 _SHOWN_IDS = 32
+_EXCERPT_PIECES = 12
+"""Most pieces of an excerpt."""
 _CUT = "\n[...]\n"
 
 
@@ -61,7 +63,8 @@ def document_screen(
     Args:
         shown: The document.
         trained_only: Leave out the text that is not trained on.
-        most_characters: Most characters of each piece of text, cut in the middle; None for all.
+        most_characters: Most characters of each piece of text, cut in the middle, and no more than
+            the first pieces; None for all.
     """
     num_trained = sum(shown.trained)
     yield (
@@ -75,9 +78,9 @@ def document_screen(
     yield f"ids: {' '.join(map(str, shown.ids[:_SHOWN_IDS]))}{more}"
     text = Text()
     coloured = Console().is_terminal
-    for piece in shown.pieces:
-        if trained_only and not piece.trained:
-            continue
+    pieces = [piece for piece in shown.pieces if piece.trained or not trained_only]
+    most_pieces = len(pieces) if most_characters is None else _EXCERPT_PIECES
+    for piece in pieces[:most_pieces]:
         written = _printable(_cut(piece.text, most_characters))
         if piece.trained and not coloured:
             written = written.join(_MARKS)
@@ -86,6 +89,8 @@ def document_screen(
             text.append("\n")
     text.rstrip()
     yield text
+    if len(pieces) > most_pieces:
+        yield f"[... and {len(pieces) - most_pieces:,} more pieces; sppo data show prints all]"
 
 
 def _values(shown: DocumentText) -> dict[str, object]:

@@ -107,6 +107,17 @@ def test_chats_show_how_their_answers_were_told(words, method, answers, tmp_path
     )
 
 
+def test_prepare_ends_with_an_excerpt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "tokenizer", CHATML)
+    said = [{"role": r, "content": f"{r} " * 400} for r in ("user", "assistant") * 20]
+    Path("chats.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    text = succeed("data", "prepare", "--tokenizer", "tokenizer", "--out", "t", "chats.jsonl")
+    assert text.endswith("[... and 29 more pieces; sppo data show prints all]\n")
+    assert text.count("\n[...]\n") == 12
+    assert len(text) < 12 * 700
+
+
 def test_documents_that_are_not_there(data: Path) -> None:
     result = call("data", "show", data, 2)
     assert (result.exit_code, result.stdout) == (2, "")

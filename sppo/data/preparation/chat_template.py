@@ -195,9 +195,9 @@ class ChatTemplate:
         """Pattern that finds the special tokens by which a message may end."""
         from sppo.data.preparation.chat_rendering import looks_for
 
-        sought = looks_for(self.text)
-        special = [text for text, special in self.added_tokens if special and text not in sought]
-        longest_first = sorted(special, key=len, reverse=True)
+        named = self.special_tokens.values()
+        special = {text for text, special in self.added_tokens if special or text in named}
+        longest_first = sorted(special.difference(looks_for(self.text)), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
