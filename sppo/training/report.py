@@ -249,8 +249,9 @@ def _write(
 
 
 def _was_done(outcome: TrainingOutcome) -> bool:
-    """Return whether this call ran no step, and a summary of the earlier steps exists."""
-    if outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None:
+    """Return whether this call ran nothing, and a summary of the earlier steps exists."""
+    ran = outcome.done_steps > outcome.first_step or bool(outcome.validation_s)
+    if ran or outcome.interrupted_by is not None:
         return False
     try:
         return read_summary(outcome.output / SUMMARY_FILE).steps == outcome.done_steps

@@ -5,12 +5,16 @@ steps are compared with an evaluation of the same checkpoint by one process.
 """
 
 import contextlib
+import os
+import signal
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from sppo.config import load_run
+from sppo.engine.engine import Engine
 from sppo.report.metrics import read_records
 from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from tests.conftest import LENGTH, write_run, write_tokens
@@ -146,3 +150,37 @@ def test_validation_beside_offloading_on_a_gpu(place, monkeypatch, tier):
     assert [*on_gpu] == [*on_cpu]
     for key, record in on_gpu.items():
         assert record.loss == pytest.approx(on_cpu[key].loss, rel=1e-6)
+
+
+def stopped_in_a_validation(rank, directory, arguments):
+    """One rank of a run; rank 1 gets a signal in the validation after the last step."""
+    evaluate_together, trained = Engine.evaluate_together, Engine.accumulate
+    steps = 0
+
+    def accumulate(engine, *args, **hooks):
+        nonlocal steps
+        steps += 1
+        return trained(engine, *args, **hooks)
+
+    def stopping(engine, *args, **hooks):
+        if rank == 1 and steps == STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate_together(engine, *args, **hooks)
+
+    with (
+        mock.patch.object(Engine, "accumulate", accumulate),
+        mock.patch.object(Engine, "evaluate_together", stopping),
+    ):
+        _, outcome = train_rank(rank, directory, arguments)
+    return outcome.interrupted_by, outcome.done_steps
+
+
+@pytest.mark.exhaustive
+def test_signal_of_one_rank_ends_the_validation_of_all(ranks, place):
+    words = ["parallel.pipeline_parallel_degree=2", "train.output=stopped"]
+    ended = ranks.run(stopped_in_a_validation, place, words, ranks=2)
+    assert ended == [("SIGTERM", STEPS)] * 2
+    assert {step for step, _ in results(place / "stopped")} == {0}
+    assert [path.name for path in (place / "stopped/checkpoints").iterdir()] == ["step_000002"]
+    ranks.run(validated, place, words, ranks=2)
+    assert {step for step, _ in results(place / "stopped")} == {0, STEPS}
