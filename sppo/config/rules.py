@@ -422,14 +422,21 @@ def log_run_warnings(run: RunConfig) -> None:
 def run_warnings(run: RunConfig) -> Iterator[str]:
     """Yield warnings about what can be trained but probably should not be, one line each.
 
-    Sequences are longer than the context of published weights or a preset, or the second moment
-    changes by less than bf16 resolves.
+    Sequences are longer than the context of published weights or a preset, the second moment
+    changes by less than bf16 resolves, or the data of a validation is trained on.
     """
     if run.optimizer.moments == "bf16" and run.optimizer.betas[1] > _SLOWEST_BF16_DECAY:
         yield (
             f"optimizer.betas[1]={run.optimizer.betas[1]:g} changes the second moment by less in a "
             f"step than optimizer.moments=bf16 resolves; lower it to at most {_SLOWEST_BF16_DECAY}"
         )
+    for name, own in run.evaluated_sets.items():
+        if own.tokens in run.data.directories.values():
+            yield (
+                f"validation.sets.{name}.tokens {own.tokens} is trained on, so its loss does not "
+                "say how the model does on other text; sppo data prepare --held-out 1% sets some "
+                "aside"
+            )
     model, length = run.model, run.sequence.length
     reach, scaling = model.context_reach, model.rope_scaling
     is_published = model.preset is not None or model.from_hf is not None

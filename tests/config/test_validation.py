@@ -4,6 +4,7 @@ import pytest
 
 from sppo.config import load_run
 from sppo.config.problems import ConfigError
+from sppo.config.rules import run_warnings
 from tests.make import make_run
 
 SETS = {"held_out": {"tokens": "held"}, "needle": {"tokens": "needle", "length": "1Ki"}}
@@ -23,6 +24,12 @@ def test_tokens_of_evaluations_are_a_set():
     run = make_run(data={"eval_tokens": "held"}, validation={"every": 5})
     assert {name: own.tokens for name, own in run.evaluated_sets.items()} == {"held_out": "held"}
     assert make_run(data={"eval_tokens": "held"}).evaluated_sets == {}
+
+
+def test_sets_that_are_trained_on_are_warned_of():
+    run = make_run(validation={"every": 5, "sets": {**SETS, "mine": {"tokens": "data"}}})
+    (warning,) = run_warnings(run)
+    assert warning.startswith("validation.sets.mine.tokens data is trained on")
 
 
 @pytest.mark.parametrize(
