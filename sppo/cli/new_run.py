@@ -23,7 +23,7 @@ from sppo.units import counted, format_bytes, format_count, format_duration, par
 _VALIDATIONS = 10
 _INSTEAD = {"steps": "epochs", "tokens_per_step": "samples_per_step"}
 """Keys of ``train`` that are left out if another one is asked for."""
-_COMMENT_COLUMN = 40
+_COMMENT_COLUMN = 38
 _HINTS = {
     "validation": "# validation: {every: 50, sets: {held_out: {tokens: DIR, sequences: 32}}}",
     "track": "# track: {to: wandb}  # or tensorboard, trackio, mlflow",
@@ -126,7 +126,7 @@ def _lines(plain: Mapping[str, Any], made: Sections) -> Iterator[str]:
             text = f"  {key}: {_flow(value)}"
             known = made.get(name, {}).get(key)
             why = known.why if known is not None and str(known.value) == str(value) else ""
-            yield f"{text:<{_COMMENT_COLUMN}}# {why}" if why else text
+            yield f"{text:<{_COMMENT_COLUMN}}  # {why}" if why else text
 
 
 def _flow(value: Any) -> str:

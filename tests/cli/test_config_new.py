@@ -67,7 +67,9 @@ def test_length_and_steps_follow_from_the_data(model, data, tmp_path):
 
 
 def test_an_extension_stretches_to_the_length_asked_for(model, data, tmp_path):
-    (tmp_path / "run.yaml").write_text(_new("extend", model, f"sequence.length={3 * REACH}"))
+    text = _new("extend", model, f"sequence.length={3 * REACH}")
+    assert f"original_max_positions: {REACH}}}  # 3 times 256 positions" in text
+    (tmp_path / "run.yaml").write_text(text)
     run = load_run(tmp_path / "run.yaml")
     assert run.model.rope_scaling.type == "yarn"
     assert run.model.context_reach == run.sequence.length == 3 * REACH
