@@ -76,7 +76,9 @@ GPT2: dict[str, Any] = {
 }  # fmt: skip
 WORDS = ("train.steps=3", "sequence.length=4Ki", "model={preset: tiny}", "parallel.zero=3",
          "activations.policy=auto", "model.rope_scaling={type: linear, factor: 2}", "a.b=1",
-         "hardware=auto", "optimizer.betas=[0.9, 0.99]", "sequence.boundaries=[0, 32]")  # fmt: skip
+         "hardware=auto", "optimizer.betas=[0.9, 0.99]", "sequence.boundaries=[0, 32]",
+         "data.sources={a: {tokens: b, weight: 1}}", "train.epochs=2",
+         "sequence.length=longest")  # fmt: skip
 
 
 def run_files(draw: st.DrawFn, directory: Path) -> None:

@@ -93,7 +93,7 @@ def test_any_degrees_read_what_one_process_reads(ranks, tmp_path, reference, kin
     assert_same_sources(job)
 
 
-@pytest.mark.parametrize("kind", default_of(KINDS, "stream", "documents by tokens"))
+@pytest.mark.parametrize("kind", default_of(KINDS, "documents by tokens"))
 def test_a_run_that_ends_after_every_step_goes_on_with_other_degrees(
     ranks, tmp_path, reference, kind
 ):
@@ -107,7 +107,7 @@ def test_a_run_that_ends_after_every_step_goes_on_with_other_degrees(
     assert_same_sources(job)
 
 
-@pytest.mark.parametrize("kind", default_of(KINDS, "stream"))
+@pytest.mark.parametrize("kind", default_of(KINDS, "documents by tokens"))
 def test_losses_of_sources_add_up_to_the_loss_of_the_step(reference, kind):
     for step in records(reference(kind) / "alone"):
         sources = step["sources"].values()
