@@ -38,10 +38,16 @@ def broken_rules(run: RunConfig) -> Iterator[Problem]:
 
 
 def _data_is_named_once(run: RunConfig) -> Broken:
-    """Training tokens are named by ``data.tokens`` or ``data.sources``, not by both."""
+    """Training tokens are named by ``data.tokens`` or ``data.sources``, not by both.
+
+    ``data.weights`` is of ``data.sources``.
+    """
     if run.data.tokens is not None and run.data.sources is not None:
         rule = "data.sources names the training tokens, too; leave one of the two keys out"
         yield "data.tokens", rule
+    elif run.data.sources is None and run.data.weights != "tokens":
+        rule = "is the unit of the weights of data.sources, and there are none; leave it out"
+        yield "data.weights", rule
 
 
 def _sequence_suits_samples(run: RunConfig) -> Broken:

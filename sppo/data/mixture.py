@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.data.mixture_order import MixtureOrder
@@ -102,10 +101,12 @@ def check_mixture(run: RunConfig) -> None:
         ValueError: The sources are of different vocabularies, the weight of one is too small, or
             the run needs more epochs of some than it allows; lists all of these.
     """
-    (key, training), *_ = run.data.directories.items()
     opened = open_sources(run)
-    for source, other in zip(opened, run.data.directories, strict=True):
-        check_same_vocabulary(source, Path(training), keys=(other, key))
+    named = zip(run.data.directories, opened, strict=True)
+    # Nobody knows the vocabulary of ready-made ids.
+    known = [(key, data) for key, data in named if data.meta.tokenizer.name != "ids"]
+    for key, data in known[1:]:
+        check_same_vocabulary(data, known[0][1].directory, keys=(key, known[0][0]))
     problems = [
         f"data.sources.{source.name}.max_epochs {source.max_epochs:g}: "
         f"{run.train.steps} steps need {_rounded_up(source.epochs):g} epochs of "

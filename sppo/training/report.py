@@ -114,13 +114,14 @@ def announce(checked: CheckedRun) -> None:
 
 def _epoch(run: RunConfig, data: TrainingData) -> str:
     """Return the number and lengths of the sequences or samples of an epoch as text."""
+    in_one = "" if run.data.sources is not None else " an epoch"  # each source has its own
     if run.data.samples == "stream":
         length = format_tokens(run.sequence.length)
-        return f"{counted(data.num_samples, 'sequence')} of {length} an epoch"
+        return f"{counted(data.num_samples, 'sequence')} of {length}{in_one}"
     lengths, left_out = data.table.lengths, data.table.num_left_out
     return (
         f"{format_count(data.num_samples)} samples of {int(lengths.min())} to "
-        f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}"
+        f"{int(lengths.max())} tokens{in_one}, mean {round(float(lengths.mean()))}"
         + (f" ({counted(left_out, 'document')} left out)" if left_out else "")
     )
 

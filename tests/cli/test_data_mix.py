@@ -96,6 +96,10 @@ def test_more_epochs_than_allowed_are_refused_before_the_start(mixture):
         (["data.sources.code.tokens=cod"], "cod: no such directory"),
         (["data.sources.code.weight=1e-9"], "data.sources.code.weight 1e-09: less than one of"),
         (["data.tokens=books", "data.sources=null"], "data.tokens is not a mixture; write"),
+        (
+            ["data.tokens=books", "data.sources=null", "data.weights=samples"],
+            "is the unit of the weights of data.sources, and there are none",
+        ),
         (["data.tokens=books"], "data.sources names the training tokens, too"),
         (["data.sources.a b={tokens: code, weight: 1}"], "a name of a source has letters"),
         (
@@ -109,6 +113,7 @@ def test_bad_input(mixture, words, message):
 
 
 def test_sources_of_other_vocabularies_are_refused(mixture):
+    write_tokens(mixture / "ids", num_tokens=300)  # of which no vocabulary is known
     for name, tokenizer in (("books", "a"), ("code", "b")):
         meta = json.loads((mixture / name / "meta.json").read_text())
         meta["tokenizer"] |= {
@@ -117,7 +122,7 @@ def test_sources_of_other_vocabularies_are_refused(mixture):
             "vocabulary_sha256": tokenizer,
         }
         (mixture / name / "meta.json").write_text(json.dumps(meta))
-    error = refuse("train", "run.yaml")
+    error = refuse("train", "run.yaml", "data.sources.a={tokens: ids, weight: 1}")
     assert (
         "data.sources.code.tokens code are tokens of tokenizer b, and the run is trained" in error
     )
