@@ -100,6 +100,18 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
         counted = f"{epochs:g} of {', '.join(run.data.directories.values())}"
         print_titled("epochs", f"{counted}: {run.train.steps} steps", console)
     chosen = {} if plan is not None else _chosen_degrees(run, environment, console=console)
+    return _ready(run, plan, environment, chosen, console=console)
+
+
+def _ready(
+    run: RunConfig,
+    plan: ExecutionPlan | None,
+    environment: RankEnvironment | None,
+    chosen: Mapping[str, int],
+    *,
+    console: Console,
+) -> ReadyRun:
+    """Return a run with its chosen degrees, and announce the start of its ranks."""
     run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
     ready = ReadyRun(run, plan, environment, chosen)
     shape = MeshShape.of(run.parallel)
@@ -145,18 +157,17 @@ def prepare_evaluation(run: RunConfig, weights: EvaluatedWeights, *, console: Co
         MemoryError: There is too little memory even for the libraries.
     """
     environment = rank_environment(os.environ)
+    if environment is not None and environment.launcher == "sppo":
+        return ReadyRun(run, None, environment)
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_evaluation(run, weights)
     if environment is None or environment.rank == 0:
         log_run_warnings(run)  # once for all ranks
     else:
         console = Console(quiet=True)
-    chosen: Mapping[str, int] = {}
-    if environment is None or environment.launcher != "sppo":
-        longest = run_of_longest_samples(run).with_values({"data.samples": "stream"})
-        chosen = _chosen_degrees(longest, environment, console=console)
-    run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
-    return ReadyRun(run, None, environment, chosen)
+    longest = run_of_longest_samples(run).with_values({"data.samples": "stream"})
+    chosen = _chosen_degrees(longest, environment, console=console)
+    return _ready(run, None, environment, chosen, console=console)
 
 
 def start_ranks(ready: ReadyRun, words: list[str]) -> int:
