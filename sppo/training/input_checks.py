@@ -175,7 +175,7 @@ def check_evaluation(run: RunConfig, weights: EvaluatedWeights) -> None:
         weights: Weights that are evaluated.
 
     Raises:
-        ValueError: There is no checkpoint, or data, weights or hardware cannot be used.
+        ValueError: There is no checkpoint, or data, weights, hardware or degrees cannot be used.
     """
     checkpoint, initial = weights.checkpoint, weights.initial
     if initial and checkpoint is not None:
@@ -200,3 +200,6 @@ def check_evaluation(run: RunConfig, weights: EvaluatedWeights) -> None:
             ) from None
     open_evaluated(run)
     hardware_for(run.hardware)
+    step = {"data.samples": "stream", "train.sequences_per_step": run.parallel.data_parallel_degree}
+    if problem := next(_degree_problems(run.with_values(step)), None):  # there is no step to share
+        raise ValueError(problem.rule)
