@@ -58,6 +58,13 @@ def test_spans_hold_the_answers_whatever_the_texts_hold(name, folder, tmp_path):
         assert pieces(marked) == expected, word
 
 
+def test_thinking_of_a_user_is_no_part_of_an_answer(folder, tmp_path):
+    made = loaded(folder, tmp_path, template("qwen3"))
+    assert pieces(made.marked(chat_of("a", "b", "<think>\n</think>", "d")))[1] == "d<|im_end|>"
+    with pytest.raises(ValueError, match="rewrites what stands before message 4"):
+        made.marked(chat_of("a", "b", "<think>\n</think>\n", "d", "e", "f"))
+
+
 @pytest.mark.parametrize(("train_on", "expected"), [("assistant", "bf"), ("last", "f")])
 def test_messages_are_chosen_by_flag_and_place(train_on, expected, folder):
     made = ChatTemplate.load(folder, "chatml")

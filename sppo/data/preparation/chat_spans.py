@@ -155,7 +155,10 @@ class _Spans:
             previous = next((self._own[one][-1] for one in with_text), -1)
         earlier = anchors[previous] if previous >= 0 else None
         prompt = self._prompt(number, earlier)
+        unnamed = self.messages[0 if earlier is None else earlier.stretch.message + 1 : number]
         thinking = [found.start() for found in _THINKING.finditer(prompt)]
+        if any(_THINKING.search(str(one.get("content"))) for one in unnamed):
+            thinking = []  # of a message, instead of the template
         header = prompt[: thinking[-1]] if thinking else prompt
         before = self._end_of_text(earlier, header)
         if before is None:
