@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from sppo.config.yaml_file import format_yaml
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
     FORMAT_VERSION,
+    LOSS_MASK_FILE,
     META_FILE,
     TOKENS_FILE,
     TokenizerDescription,
@@ -103,6 +105,16 @@ def write_tokens(
     )
     write_json(directory / META_FILE, asdict(meta))
     return directory
+
+
+def write_masked(directory: Path, mask: Sequence[int], **options: Any) -> None:
+    """Write token data whose loss mask repeats ``mask``."""
+    write_tokens(directory, **options)
+    meta = json.loads((directory / META_FILE).read_text())
+    counts = np.resize(np.array(mask, dtype=np.uint8), meta["num_tokens"])
+    (directory / LOSS_MASK_FILE).write_bytes(counts.tobytes())
+    meta["loss_mask_sha256"] = hashlib.sha256(counts.tobytes()).hexdigest()
+    (directory / META_FILE).write_text(json.dumps(meta))
 
 
 def write_run(path: Path, **sections: Any) -> Path:

@@ -77,7 +77,6 @@ def run_metadata(
     config: RunConfig,
     *,
     sequences_consumed: int,
-    tokens_sha256: str | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the metadata of a checkpoint: all that a resumed run needs besides the tensors.
@@ -86,13 +85,11 @@ def run_metadata(
         config: Run configuration.
         sequences_consumed: Number of sequences, or of samples in a run of samples, consumed so
             far: the position in the data, which is the only state of its order.
-        tokens_sha256: Checksum of the token data, with which a resumed run compares its own.
         more: Further state that a resumed run needs, as plain values.
     """
     return {
         **more,
         "sequences_consumed": sequences_consumed,
-        "tokens_sha256": tokens_sha256,
         "sppo_version": __version__,
         "config": config.model_dump(mode="json"),
     }

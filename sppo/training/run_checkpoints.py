@@ -28,6 +28,12 @@ SAVING_SHARE = 0.05
 """Largest share of the time that automatic checkpoints take; they are rarer if saving is slow."""
 SAVE_FILE = "save"
 """File in the output directory that asks a run to save after its current step."""
+_COMPARED = {
+    "tokens_sha256": "tokens",
+    "documents_sha256": "documents",
+    "loss_mask_sha256": "tokens that count in the loss",
+}
+"""Checksums of token data that a resumed run compares, and what they are of."""
 _TIMEOUT_FACTOR = 10
 """Factor on ``parallel.timeout_s`` for waits for other ranks that read or write a checkpoint."""
 
@@ -117,17 +123,19 @@ class RunCheckpoints:
 
     def _check_tokens(self, checkpoint: Checkpoint) -> None:
         """Raise ValueError unless a checkpoint's position is one in the data of this run."""
-        if checkpoint.metadata.get("tokens_sha256") not in (None, self._tokens_sha256):
-            raise ValueError(
-                f"{', '.join(str(source.directory) for source in self._sources)}: other tokens "
-                f"than those that {checkpoint.path} was trained on; prepare these again, or begin "
-                "with another train.output, without start.data"
-            )
+        for name, what in _COMPARED.items():
+            if checkpoint.metadata.get(name) not in (None, self._checksums[name]):
+                raise ValueError(
+                    f"{', '.join(str(source.directory) for source in self._sources)}: other {what} "
+                    f"than those that {checkpoint.path} was trained on; prepare these again, or "
+                    "begin with another train.output, without start.data"
+                )
 
     @property
-    def _tokens_sha256(self) -> str:
-        """Checksums of the token data of all sources, in their order."""
-        return " ".join(source.meta.tokens_sha256 for source in self._sources)
+    def _checksums(self) -> dict[str, str]:
+        """Checksums of the token data of all sources, in their order, by name."""
+        metas = [source.meta for source in self._sources]
+        return {name: " ".join(str(getattr(meta, name)) for meta in metas) for name in _COMPARED}
 
     def is_due_by_step(self, step: int) -> bool:
         """Return whether a checkpoint is due after a number of steps."""
@@ -178,8 +186,11 @@ class RunCheckpoints:
         metadata = run_metadata(
             self._run,
             sequences_consumed=sequences_consumed,
-            tokens_sha256=self._tokens_sha256,
-            more={**more, **({} if self._start is None else {"start": self._start})},
+            more={
+                **more,
+                **self._checksums,
+                **({} if self._start is None else {"start": self._start}),
+            },
         )
         saved = self._state.sharded.saved(state)
         self._manager.save(saved, step=step, metadata=metadata, is_best=is_best)

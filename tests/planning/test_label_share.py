@@ -1,6 +1,5 @@
 """Share of labels that count: read from the loss mask, and what the head costs with it."""
 
-import hashlib
 import json
 
 import numpy as np
@@ -12,23 +11,11 @@ from sppo.cost.flops import head_flops, step_flops
 from sppo.cost.layer import head_parts
 from sppo.cost.stage_cost import stage_seconds
 from sppo.data.samples.label_share import with_label_share_if_there
-from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import check_plan_fits, plan_json, read_plan
 from sppo.planning.run_plan import executed_candidate
-from tests.conftest import LENGTH, succeed, write_tokens
+from tests.conftest import LENGTH, succeed, write_masked
 from tests.planning.cases import machine, run_config
-
-
-def write_masked(directory, mask, **options):
-    """Token data whose loss mask repeats ``mask``."""
-    write_tokens(directory, **options)
-    meta = json.loads((directory / META_FILE).read_text())
-    counts = np.resize(np.array(mask, dtype=np.uint8), meta["num_tokens"])
-    (directory / LOSS_MASK_FILE).write_bytes(counts.tobytes())
-    meta["loss_mask_sha256"] = hashlib.sha256(counts.tobytes()).hexdigest()
-    (directory / META_FILE).write_text(json.dumps(meta))
-
 
 QUARTER = [True, False, False, False]
 

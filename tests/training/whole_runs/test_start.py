@@ -12,7 +12,7 @@ from sppo.checkpoint.checkpoint import read_weights
 from sppo.checkpoint.files import link_best
 from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import ConfigError, load_run
-from tests.conftest import refuse, succeed, write_run, write_tokens
+from tests.conftest import refuse, succeed, write_masked, write_run, write_tokens
 from tests.tiers import exhaustive
 from tests.training.jobs import losses, train_alone, train_rank
 
@@ -162,12 +162,17 @@ def test_an_evaluation_of_the_initial_weights_is_that_of_the_checkpoint(first):
             {"start": {"data": True}, "data": {"tokens": "other"}},
             "other: other tokens than those that first",
         ),
+        (
+            {"start": {"data": True}, "data": {"tokens": "masked"}},
+            "masked: other tokens that count in the loss than those that first",
+        ),
         ({"start": {"moments": True}}, "start.moments"),
     ],
     ids=str,
 )
 def test_what_is_refused(first, sections, told):
     write_tokens(first / "other", seed=1)
+    write_masked(first / "masked", [1, 0])
     sections = dict(sections)
     model = sections.pop("model", None)
     assert told in refuse("train", second(first, model=model, **sections))
