@@ -147,6 +147,18 @@ def test_templates_that_teach_no_stop_are_refused(text, message, folder, tmp_pat
     assert made.marked(chat_of(*"abc"), "all").trained is None
 
 
+def test_the_end_of_text_behind_the_stop_is_learnt(folder, tmp_path):
+    made = loaded(folder, tmp_path, replaced("<|im_end|>", "<|im_end|></s>"))
+    assert pieces(made.marked(chat_of(*"abcd"))) == ["b<|im_end|></s>", "d<|im_end|></s>"]
+
+
+def test_answers_without_text_end_with_the_stop_or_are_refused(folder, tmp_path):
+    made = loaded(folder, tmp_path, template("gptoss"))
+    assert pieces(made.marked(chat_of("a", " "))) == ["<|channel|>final<|message|> <|return|>"]
+    with pytest.raises(ValueError, match="message 2 of the assistant has no text, and it cannot"):
+        made.marked(chat_of("a", " ", "b", "c"))
+
+
 def test_marks_around_the_stop(folder, tmp_path):
     inside = replaced("{% endgeneration %}", "<|im_end|>{% endgeneration %}", MARKED)
     inside = replaced("{% endif %}<|im_end|>", "<|im_end|>{% endif %}", inside)

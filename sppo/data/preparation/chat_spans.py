@@ -93,8 +93,8 @@ class _Spans:
             self._own.setdefault(anchor.stretch.message, []).append(index)
         self._prompts: dict[Any, str] = {}
         """What follows the last text before a message of the assistant, by what stands there."""
-        self._call_stops: dict[bool, str | None] = {}
-        """The token that ends a message with calls, without and with content."""
+        self._stops: dict[tuple[bool, bool], str | None] = {}
+        """The token that ends a message with or without calls and content."""
 
     def _outline(self, messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> Outline:
         named = OutlinedMessages(messages, self.template.looks_for, trimmed=prompt)
@@ -210,9 +210,17 @@ class _Spans:
         anchors, text = self.outline.anchors, self.outline.text
         later = self._first_after(last)
         limit = anchors[later].start if later < len(anchors) else len(text)
-        stop = self._call_stop(number) if "tool_calls" in self.messages[number] else None
-        if stop is not None and (position := text.find(stop, last, limit)) >= 0:
-            return position + len(stop)
+        has_calls = "tool_calls" in self.messages[number]
+        has_text = any(anchors[index].stretch.is_content for index in self._own.get(number, []))
+        if has_calls or not has_text:
+            stop = self._stop(number)
+            if stop is not None and (position := text.find(stop, last, limit)) >= 0:
+                return position + len(stop)
+            if not has_calls:
+                raise SpanError(
+                    f"message {number + 1} of the assistant has no text, and it cannot be told"
+                    " where the template ends it; remove it, or mark it with train: false"
+                )
         found = self.template.special_tokens.search(text, last, limit)
         if found is None:
             written = text[last:limit].strip()
@@ -228,19 +236,20 @@ class _Spans:
             end = following.end() if following and following[0] == expected else end
         return end
 
-    def _call_stop(self, number: int) -> str | None:
-        """Return the token that stops a message with calls of tools; None if there is none.
+    def _stop(self, number: int) -> str | None:
+        """Return the token that stops a message with calls or without text; None if there is none.
 
         It is that of answers, else the last special token of a conversation that ends there.
         """
-        kind = bool(self.messages[number].get("content"))
-        if kind not in self._call_stops:
+        message = self.messages[number]
+        kind = "tool_calls" in message, bool(message.get("content"))
+        if kind not in self._stops:
             outline = self._outline(self.messages[: number + 1])
             tail = outline.text[outline.anchors[-1].end if outline.anchors else 0 :]
             tokens = self.template.special_tokens.findall(tail)
             known = [token for token in self.template.stops[-1:] if token in tokens]
-            self._call_stops[kind] = next(iter(known or tokens[-1:]), None)
-        return self._call_stops[kind]
+            self._stops[kind] = next(iter(known or tokens[-1:]), None)
+        return self._stops[kind]
 
 
 def _rewritten(number: int) -> SpanError:
