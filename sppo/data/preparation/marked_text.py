@@ -17,7 +17,9 @@ class MarkedText:
     trained: tuple[tuple[int, int], ...] | None
     """Spans [start, end) of characters, ascending and apart; None if all characters are."""
 
-    def counting(self, offsets: Sequence[tuple[int, int]]) -> NDArray[np.bool_] | None:
+    def counting(
+        self, offsets: Sequence[tuple[int, int]] | NDArray[np.int64]
+    ) -> NDArray[np.bool_] | None:
         """Return which tokens count in the loss: those that overlap a trained span; None for all.
 
         Args:

@@ -90,7 +90,7 @@ def _encode_text(text: MarkedText) -> tuple[NDArray[Any], NDArray[np.bool_] | No
         return ids, None
     # The index of the character of each byte, which the first of its bytes increases.
     character = np.cumsum((ids & 0xC0) != 0x80) - 1
-    return ids, text.counting(np.stack([character, character + 1], axis=1))  # type: ignore[arg-type]
+    return ids, text.counting(np.stack([character, character + 1], axis=1))
 
 
 def _bytes(data: bytes) -> NDArray[np.uint8]:
