@@ -179,6 +179,11 @@ def test_damage_is_named_with_the_row_before(tmp_path):
         ("x.parquet", b"PAR1", "x.parquet: cannot be read"),
         ("x.parquet", parquet_of([{"a": 1}]), r'row 1: no string under "text" \(its keys: a\)'),
         ("x.arrow", b"", "x.arrow: cannot be read"),
+        (
+            "x.arrow",
+            arrow([{"text": "a" * 7}, {"text": "b" * 7}]).replace(b"\7\0\0\0\16", b"\7\0\0\0\1"),
+            "x.arrow: cannot be read: .*ffset",
+        ),
     ],
 )
 def test_refused_files(tmp_path, name, data, message):

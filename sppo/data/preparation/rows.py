@@ -157,6 +157,7 @@ def _read_arrow(path: Path, columns: frozenset[str]) -> Iterator[Row]:
         first, done_bytes = 1, 0
         for batch in batches:
             batch = batch.select(wanted)
+            batch.validate(full=True)  # offsets beyond its text would end the process
             slice_rows = min(_SLICE_ROWS, 1 + _SLICE_BYTES * batch.num_rows // (1 + batch.nbytes))
             for start in range(0, batch.num_rows, slice_rows):
                 part = batch.slice(start, slice_rows)
