@@ -22,7 +22,7 @@ import numpy as np
 from experiments import harness
 from experiments.planned_rank import PlannedRank, random_tokens
 from sppo.config import ModelConfig
-from sppo.config.huggingface import hf_config
+from sppo.config.huggingface.model_config import hf_config
 
 LOOPED = {"virtual_stages": harness.MODEL["num_layers"], "schedule": "looped_bfs"}
 """Section ``parallel`` of a stage for every layer."""

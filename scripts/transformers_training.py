@@ -111,7 +111,7 @@ def trained(preset: str, *, tokens: Path, length: int, steps: int) -> dict[str, 
     from transformers import LlamaConfig
 
     from sppo.config import ModelConfig
-    from sppo.config.huggingface import hf_config
+    from sppo.config.huggingface.model_config import hf_config
     from sppo.config.presets import PRESETS
     from sppo.data.tokens import open_tokens
 

@@ -51,7 +51,7 @@ from sppo.training.start import (
 from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
 
 if TYPE_CHECKING:
-    from sppo.training.evaluation import Evaluation
+    from sppo.training.evaluation.evaluated_run import Evaluation
 
 
 RunSource = RunConfig | Mapping[str, Any] | Path | str
@@ -329,7 +329,7 @@ def evaluate_as_rank(
 ) -> Evaluation:
     """Return the evaluation of a run, of which this process is one rank; see :func:`evaluate`."""
     with evaluating_job(ready, weights) as job:
-        from sppo.training.evaluation import evaluate as evaluate_run
+        from sppo.training.evaluation.evaluated_run import evaluate as evaluate_run
 
         return evaluate_run(
             job,

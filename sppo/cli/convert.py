@@ -15,7 +15,12 @@ from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, Unbroken, emit
-from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
+from sppo.config.huggingface.model_config import (
+    hf_config,
+    ignored_settings,
+    model_fields,
+    read_config,
+)
 from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of
 from sppo.data.trained_tokenizer import template_change, trained_tokenizer, with_trained

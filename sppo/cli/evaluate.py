@@ -37,7 +37,7 @@ from sppo.training.start import prepare_evaluation, start_ranks
 from sppo.units import counted, format_count, format_tokens
 
 if TYPE_CHECKING:
-    from sppo.training.evaluation import Evaluation, FoundNeedles
+    from sppo.training.evaluation.evaluated_run import Evaluation, FoundNeedles
 
 
 def evaluate(

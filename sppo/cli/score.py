@@ -32,7 +32,7 @@ from sppo.training.start import evaluating_job, prepare_evaluation, start_ranks
 from sppo.units import counted
 
 if TYPE_CHECKING:
-    from sppo.training.scoring import DocumentScore
+    from sppo.training.evaluation.scoring import DocumentScore
 
 
 def score(
@@ -79,7 +79,7 @@ def score(
         file = whole_file(output) if ready.is_main else nullcontext()
         tell = told_in_tenths("document", Console(quiet=json_output or not ready.is_main))
         with file as opened, evaluating_job(ready, weights) as job:
-            from sppo.training.scoring import score as score_documents
+            from sppo.training.evaluation.scoring import score as score_documents
 
             scores = _Scores(str(output), opened, per_token=per_token)
             source = weights.source(run)

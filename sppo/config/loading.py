@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from sppo.config.base import LONGEST, Section
-from sppo.config.huggingface import model_fields, read_config
+from sppo.config.huggingface.model_config import model_fields, read_config
 from sppo.config.longest_document import longest_document
 from sppo.config.presets import PRESETS
 from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import get_args
 
-from sppo.config.huggingface_families import FAMILIES
+from sppo.config.huggingface.families import FAMILIES
 from sppo.config.optimizer import steps_of
 from sppo.config.problems import MISSING, Problem
 from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.config.json_file import read_json
-from sppo.data.preparation.chat_template import TEMPLATE_FILE, ChatTemplate
+from sppo.data.chat.template import TEMPLATE_FILE, ChatTemplate
 from sppo.data.preparation.opening import reading
 from sppo.data.tokens import META_FILE, read_meta
 from sppo.model.hf_extras import Extras

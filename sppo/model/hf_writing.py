@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sppo.config.huggingface import hf_config
+from sppo.config.huggingface.model_config import hf_config
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE

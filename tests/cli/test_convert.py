@@ -10,7 +10,7 @@ from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.newest import Checkpoint
 from sppo.cli.convert import app
 from sppo.config import PRESETS, ModelConfig
-from sppo.config.huggingface import model_fields, read_config
+from sppo.config.huggingface.model_config import model_fields, read_config
 from sppo.model import hf_writing
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.hf_writing import save_hf_weights

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from sppo.checkpoint import checkpoint
 from sppo.checkpoint.newest import Checkpoint
-from sppo.data.preparation.chat_template import CHATML, ChatTemplate
+from sppo.data.chat.template import CHATML, ChatTemplate
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.model.initialize import initial_weights
 from tests.cli.test_convert import MODEL, convert, run_config

@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from sppo.cli.data import app
+from sppo.cli.data.commands import app
 from sppo.data.preparation.token_writer import TokenWriter
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from sppo.data.preparation.chat_template import CHATML
+from sppo.data.chat.template import CHATML
 from sppo.data.preparation.prepare import prepare_tokens
 from tests.conftest import call, succeed
 from tests.data.chats import write_tokenizer

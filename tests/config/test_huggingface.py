@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.config import PRESETS, ModelConfig, RopeScaling
-from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
+from sppo.config.huggingface.model_config import (
+    hf_config,
+    ignored_settings,
+    model_fields,
+    read_config,
+)
 from tests.tiers import examples
 
 SIZES = {

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from tokenizers import Tokenizer
 
-from sppo.data.preparation.chat_template import CHATML
+from sppo.data.chat.template import CHATML
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.preparation.row_options import RowOptions
 from sppo.data.tokens import open_tokens

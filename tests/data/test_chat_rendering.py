@@ -6,10 +6,10 @@ from datetime import date
 import pytest
 from transformers import AutoTokenizer
 
+from sppo.data.chat.conversation import Chat
+from sppo.data.chat.rendering import RenderingError, render
+from sppo.data.chat.template import ChatTemplate
 from sppo.data.preparation import chat_rendering
-from sppo.data.preparation.chat import Chat
-from sppo.data.preparation.chat_rendering import RenderingError, render
-from sppo.data.preparation.chat_template import ChatTemplate
 from tests.data.chats import ASKED, TOOLS, write_tokenizer
 
 TODAY = date(2024, 7, 26)

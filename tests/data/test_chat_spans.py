@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.data.preparation.chat import Chat
-from sppo.data.preparation.chat_template import CHATML, ChatTemplate
+from sppo.data.chat.conversation import Chat
+from sppo.data.chat.template import CHATML, ChatTemplate
 from tests.data.chats import MISTRAL, template, write_tokenizer
 
 WORDS = ("<|im_end|>", "assistant\n", "<|im_start|>assistant\n", " ", "\n", "é", '"\\', "</think>")

@@ -5,8 +5,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from sppo.data.preparation.chat import Chat
-from sppo.data.preparation.chat_template import ChatTemplate
+from sppo.data.chat.conversation import Chat
+from sppo.data.chat.template import ChatTemplate
 from tests.data.chats import ASKED, CALLED, REASONED, TOOLS, template, write_tokenizer
 
 ORIGINALS = (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sppo.cli.data import app
+from sppo.cli.data.commands import app
 from sppo.data.run_tokens import check_tokens
 from sppo.data.tokens import open_tokens
 from tests.data.rows import (

@@ -8,8 +8,8 @@ import pytest
 
 import sppo.data.preparation.ids_files as ids_module
 import sppo.data.preparation.tokenizers as tokenizers_module
+from sppo.data.chat.marked_text import MarkedText
 from sppo.data.preparation.ids_files import scan_ids
-from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.tokenizer_file import load_tokenizer_file
 from sppo.data.preparation.tokenizers import ByteTokenizer
 

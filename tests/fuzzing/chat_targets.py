@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from sppo.data.preparation.chat_rows import chat_of
-from sppo.data.preparation.chat_template import CHATML, ChatTemplate, TrainOn
+from sppo.data.chat.rows import chat_of
+from sppo.data.chat.template import CHATML, ChatTemplate, TrainOn
 from tests.data.chats import ASKED, CALLED, MISTRAL, REASONED, TOOLS, template, write_tokenizer
 from tests.fuzzing.damage import changed_trees, changed_words
 

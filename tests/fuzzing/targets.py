@@ -162,7 +162,7 @@ def _weights() -> tuple[Any, bytes, bytes]:
     import torch
     from safetensors.torch import save
 
-    from sppo.config.huggingface import model_fields
+    from sppo.config.huggingface.model_config import model_fields
     from sppo.config.model import ModelConfig
     from sppo.model.hf_names import hf_tensors
 

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from sppo.config.huggingface import model_fields
+from sppo.config.huggingface.model_config import model_fields
 from sppo.config.model import ModelConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.config.huggingface import model_fields, read_config
+from sppo.config.huggingface.model_config import model_fields, read_config
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_reading import open_hf_weights

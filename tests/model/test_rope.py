@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sppo.config import PRESETS
-from sppo.config.huggingface import model_fields
+from sppo.config.huggingface.model_config import model_fields
 from sppo.config.model import ModelConfig
 from sppo.model.rope import rotary_frequencies, rotary_table
 from tests.model import hf_models

@@ -128,7 +128,7 @@ def serve():
     import sppo.cli.app
     import sppo.config
     import sppo.training.devices.cpu_device
-    import sppo.training.evaluation
+    import sppo.training.evaluation.evaluated_run
     import sppo.training.report
     import sppo.training.trainer
 

@@ -17,7 +17,7 @@ from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.evaluation import evaluate
+from sppo.training.evaluation.evaluated_run import evaluate
 from sppo.training.job import Job, mesh_shape
 from sppo.training.preflight import preflight
 from sppo.training.report import report

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sppo.config import load_run
-from sppo.training.evaluation import evaluate
+from sppo.training.evaluation.evaluated_run import evaluate
+from sppo.training.evaluation.scoring import DocumentScore, score
 from sppo.training.job import mesh_shape
-from sppo.training.scoring import DocumentScore, score
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
 from tests.training.jobs import job_alone, job_of_rank, train_alone

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.data.chat.marked_text import MarkedText
 from sppo.data.preparation.documents import read_text
-from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.tokenizer_file import FileTokenizer
 from sppo.data.preparation.tokenizers import ByteTokenizer
 

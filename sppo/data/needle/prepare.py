@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.data.chat.marked_text import MarkedText
+from sppo.data.chat.template import ChatTemplate
 from sppo.data.needle.cells import Cell, Cells, write_cells
 from sppo.data.needle.haystack import Haystack, TextTokenizer, read_haystack
-from sppo.data.preparation.chat_template import ChatTemplate
 from sppo.data.preparation.destination import destination
 from sppo.data.preparation.documents import check_text_files, find_files
 from sppo.data.preparation.ids_files import IdsTokenizer
-from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.prepare import choose_tokenizer
 from sppo.data.preparation.token_writer import TokenWriter, check_destination
 from sppo.data.preparation.tokenizer_file import FileTokenizer

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.chat import Chat
-from sppo.data.preparation.chat_rows import chat_of
-from sppo.data.preparation.marked_text import MarkedText
+from sppo.data.chat.conversation import Chat
+from sppo.data.chat.marked_text import MarkedText
+from sppo.data.chat.rows import chat_of
 from sppo.data.preparation.rows import Row
 from sppo.quoting import one_line, quoted
 

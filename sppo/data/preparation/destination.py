@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sppo.data.preparation.chat_template import TEMPLATE_FILE, ChatTemplate
+from sppo.data.chat.template import TEMPLATE_FILE, ChatTemplate
 from sppo.data.preparation.row_encoder import Tokenizer
 from sppo.data.preparation.token_writer import TokenWriter, move_into_place, temporary_sibling
 from sppo.data.preparation.tokenizer_file import FileTokenizer

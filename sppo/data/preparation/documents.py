@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from sppo.config.json_file import JsonError, read_json
+from sppo.data.chat.marked_text import MarkedText
 from sppo.data.preparation.columns import TEXT, require_text
-from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.opening import opened, reading
 from sppo.data.preparation.rows import holds_rows, read_rows
 from sppo.quoting import one_line

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.chat import Chat
-from sppo.data.preparation.chat_template import ChatTemplate, TrainOn
+from sppo.data.chat.conversation import Chat
+from sppo.data.chat.marked_text import MarkedText
+from sppo.data.chat.template import ChatTemplate, TrainOn
 from sppo.data.preparation.columns import IdsDocument, RowFormat, require_text
 from sppo.data.preparation.ids_files import IdsTokenizer
-from sppo.data.preparation.marked_text import MarkedText
 from sppo.data.preparation.rows import Row
 from sppo.data.preparation.tokenizer_file import FileTokenizer
 from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard, LeftOut

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from sppo.data.preparation.chat_template import DEFAULT_DATE, ChatTemplate, TrainOn
+from sppo.data.chat.template import DEFAULT_DATE, ChatTemplate, TrainOn
 from sppo.data.preparation.columns import COLUMNS, TEXT, Format, RowFormat, row_format
 from sppo.data.preparation.row_encoder import RowEncoder, Tokenizer
 from sppo.data.preparation.rows import holds_rows, read_rows

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.config.json_file import parse_json, read_json
-from sppo.data.preparation.marked_text import MarkedText
+from sppo.data.chat.marked_text import MarkedText
 from sppo.data.preparation.opening import reading
 from sppo.data.preparation.tokenizers import EndOfDocument, end_id
 from sppo.data.tokens import TokenizerDescription

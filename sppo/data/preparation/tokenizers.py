@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.marked_text import MarkedText
+from sppo.data.chat.marked_text import MarkedText
 from sppo.data.preparation.opening import opened, reading
 from sppo.data.tokens import TokenizerDescription
 

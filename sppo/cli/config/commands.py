@@ -12,11 +12,11 @@ from rich.console import Console
 
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.command_group import CommandGroup
+from sppo.cli.config.new_run import new_run_file
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.new_run import new_run_file
 from sppo.cli.printing import print_json, print_screen, working
 from sppo.config import ConfigError, load_run
-from sppo.config.huggingface_rope import ROPE_KEYS
+from sppo.config.huggingface.rope import ROPE_KEYS
 from sppo.config.problems import Problem
 from sppo.config.rules import log_run_warnings, run_hints
 from sppo.config.run import RunConfig

@@ -22,7 +22,7 @@ from sppo.planning.evaluation_plan import EvaluationPlan, plan_evaluation
 from sppo.report.validation import perplexity_of
 from sppo.training.attention_in_use import load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
-from sppo.training.forward_engine import WeightSource, forward_engine
+from sppo.training.evaluation.forward_engine import WeightSource, forward_engine
 from sppo.training.job import Job, token_facts, weight_facts
 from sppo.training.validation.evaluate import EvaluatedSet, RowLosses, evaluate_set
 from sppo.training.validation.sums import PositionLoss, SetLosses

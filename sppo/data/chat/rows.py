@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sppo.data.preparation.chat import REASONING, Chat
+from sppo.data.chat.conversation import REASONING, Chat
 from sppo.quoting import one_line, quoted
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from sppo.data.preparation.chat_spans import SpanError
+from sppo.data.chat.spans import SpanError
 from sppo.quoting import quoted
 
 Rendered = tuple[str, tuple[tuple[int, int], ...]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from sppo.config.huggingface_rope import Rope
-from sppo.config.huggingface_settings import (
+from sppo.config.huggingface.rope import Rope
+from sppo.config.huggingface.settings import (
     Choice,
     Json,
     Key,

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sppo.api import find_solution, plan_of
-from sppo.cli.new_run_sections import KINDS, SAMPLES_PER_STEP, Known, Sections, Value
+from sppo.cli.config.new_run_sections import (
+    KINDS,
+    SAMPLES_PER_STEP,
+    Known,
+    Sections,
+    Value,
+)
 from sppo.config import check_run, load_run
 from sppo.config.loading import apply_overrides
 from sppo.config.problems import Problem

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from sppo.data.preparation.chat_outline import (
+from sppo.data.chat.outline import (
     Anchor,
     DifferentText,
     Outline,

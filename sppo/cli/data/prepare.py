@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from sppo.cli.arguments import Json
-from sppo.cli.data_show import document_screen
+from sppo.cli.data.show import document_screen
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, columns, emit
 from sppo.data.document_text import document_text

@@ -10,9 +10,9 @@ import typer
 
 from sppo.cli.arguments import Json, Overrides, RunFile, parse_length
 from sppo.cli.command_group import CommandGroup
-from sppo.cli.data_needle import needle
-from sppo.cli.data_prepare import prepare
-from sppo.cli.data_show import show
+from sppo.cli.data.needle import needle
+from sppo.cli.data.prepare import prepare
+from sppo.cli.data.show import show
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, emit, item_table
 from sppo.config import load_run

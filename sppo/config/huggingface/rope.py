@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sppo.config.huggingface_settings import Json, flag, integer, number, refusal, require
+from sppo.config.huggingface.settings import Json, flag, integer, number, refusal, require
 from sppo.config.model import ModelConfig, RopeScaling
 
 _SUPPORTED = "default, linear, llama3, yarn"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sppo.data.sample_rows import TrainingData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.evaluated_rows import Row
-from sppo.training.evaluation import ready_evaluation
+from sppo.training.evaluation.evaluated_run import ready_evaluation
 from sppo.training.job import Job
 from sppo.training.validation.evaluate import RowLosses
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from sppo.config.huggingface_families import FAMILIES, HfFamily
-from sppo.config.huggingface_settings import Json, Key, refusal, require
+from sppo.config.huggingface.families import FAMILIES, HfFamily
+from sppo.config.huggingface.settings import Json, Key, refusal, require
 from sppo.config.json_file import read_json
 from sppo.config.model import Family, ModelConfig
 from sppo.quoting import quoted

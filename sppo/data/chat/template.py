@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from sppo.config.json_file import read_json
 from sppo.config.text_file import read_text_file
-from sppo.data.preparation.chat import Chat, template_messages
-from sppo.data.preparation.chat_spans import SpanError, Template, assistant_spans
-from sppo.data.preparation.chat_stops import Rendered, answer_stops
-from sppo.data.preparation.marked_text import MarkedText
+from sppo.data.chat.conversation import Chat, template_messages
+from sppo.data.chat.marked_text import MarkedText
+from sppo.data.chat.spans import SpanError, Template, assistant_spans
+from sppo.data.chat.stops import Rendered, answer_stops
 from sppo.quoting import one_line, quoted
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -108,7 +108,7 @@ class ChatTemplate:
         ``marked``: by ``{% generation %}`` marks. ``turns``: after the generation prompt.
         ``prefixes``: after the messages before, for templates without a generation prompt.
         """
-        from sppo.data.preparation.chat_rendering import has_marks
+        from sppo.data.chat.rendering import has_marks
 
         if has_marks(self.text):
             return "marked"
@@ -153,7 +153,7 @@ class ChatTemplate:
         stops = self.stops
         if self.method == "marked":
             return MarkedText(text, self._chosen(marks, chat, wanted, source))
-        from sppo.data.preparation.chat_rendering import looks_for
+        from sppo.data.chat.rendering import looks_for
 
         template = Template(
             lambda messages, prompt: self._render(
@@ -193,7 +193,7 @@ class ChatTemplate:
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
         """Pattern that finds the special tokens by which a message may end."""
-        from sppo.data.preparation.chat_rendering import looks_for
+        from sppo.data.chat.rendering import looks_for
 
         named = self.special_tokens.values()
         special = {text for text, special in self.added_tokens if special or text in named}
@@ -246,7 +246,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Return the text of messages, and the spans of the template's marks in it."""
-        from sppo.data.preparation.chat_rendering import RenderingError, render
+        from sppo.data.chat.rendering import RenderingError, render
 
         values = {
             **self.special_tokens,
@@ -343,7 +343,7 @@ def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 def _check_syntax(text: str, name: str) -> None:
     from jinja2 import TemplateSyntaxError
 
-    from sppo.data.preparation.chat_rendering import compiled
+    from sppo.data.chat.rendering import compiled
 
     try:
         compiled(text)

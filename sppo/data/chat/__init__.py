@@ -1,0 +1,1 @@
+"""Conversations as text, with the characters that are trained on."""

@@ -1,0 +1,1 @@
+"""Evaluation of a run's weights without training, and scores of documents."""
