@@ -113,7 +113,7 @@ def prepare(
         typer.Option(
             metavar="DAY",
             show_default=False,
-            help="Today for chat templates that write it; 26 Jul 2024 without it.",
+            help="Today in chat templates; 26 Jul 2024 without it.",
         ),
     ] = None,
     longer_than: Annotated[
@@ -129,8 +129,7 @@ def prepare(
         typer.Option(
             metavar="SHARE",
             show_default=False,
-            help="Share of the documents that is written to --held-out-out, e.g. 1%, chosen by"
-            " their text alone.",
+            help="Share of the documents for --held-out-out, e.g. 1%, chosen by their text.",
         ),
     ] = None,
     held_out_out: Annotated[
