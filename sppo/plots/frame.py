@@ -17,6 +17,7 @@ _TITLE_PT = 15
 _WIDTH_INCHES, _HEIGHT_INCHES, _DPI = 10, 5.625, 160
 _TITLE_INCHES, _FACTS_INCHES, _LINE_INCHES = 0.345, 0.57, 0.2
 """Distance of the title and of the first line of facts from the top, and between two lines."""
+_LINE_CHARACTERS = 115
 
 
 def new_figure() -> Figure:
@@ -29,14 +30,21 @@ def new_figure() -> Figure:
     return figure
 
 
-def write_title(figure: Figure, title: str, *facts: Sequence[str], left: float) -> None:
-    """Write the title and lines of facts below it, at `left` as a fraction of the width."""
+def write_title(figure: Figure, title: str, facts: Sequence[str], *, left: float) -> None:
+    """Write the title and, in as many lines as they need, facts below it.
+
+    `left` is the left edge as a fraction of the width.
+    """
     height = figure.get_figheight()
     at = 1 - _TITLE_INCHES / height
     texts = [figure.text(left, at, title, color=INK, fontsize=_TITLE_PT, fontweight="bold")]
-    for number, line in enumerate(facts):
+    lines: list[str] = []
+    for fact in facts:
+        joined = f"{lines[-1]}  ·  {fact}" if lines else ""
+        lines[-1:] = [joined] if 0 < len(joined) <= _LINE_CHARACTERS else [*lines[-1:], fact]
+    for number, line in enumerate(lines):
         at = 1 - (_FACTS_INCHES + number * _LINE_INCHES) / height
-        texts.append(figure.text(left, at, "  ·  ".join(line), color=QUIET, fontsize=SMALL_PT + 1))
+        texts.append(figure.text(left, at, line, color=QUIET, fontsize=SMALL_PT + 1))
     for text in texts:
         text.set_parse_math(False)  # the name of a directory may contain $
 

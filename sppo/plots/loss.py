@@ -102,7 +102,7 @@ def _draw_loss(
     axes.set_xlim(*_limits([*(record.step for record in validations[:1]), *numbers]))
     axes.margins(y=0.08)
     axes.legend(
-        loc="upper right",
+        loc="best",
         fontsize=SMALL_PT,
         labelcolor=INK,
         facecolor="white",

@@ -39,6 +39,15 @@ def test_needles_are_in_the_cell_of_their_length_and_depth(figures, tmp_path):
     assert colours["100"] == "white" != colours["0"]
 
 
+def test_facts_stay_on_the_page(figures, tmp_path):
+    facts = ["loss 2.521", "perplexity 12.44", "213.0k held-out tokens of data/held_out"]
+    weights = "weights of step 30 from runs/a_longer_name/checkpoints/step_000030"
+    needle_plot(tmp_path / "a.png", shares={(8192, 0): 1.0}, facts=[*facts, weights])
+    _, *lines = figures[0].texts
+    assert [line.get_text() for line in lines] == ["  ·  ".join(facts), weights]
+    assert all(line.get_window_extent().x1 < figures[0].bbox.x1 for line in lines)
+
+
 def test_many_depths_have_no_text_that_cannot_be_read(figures, tmp_path):
     shares = {(1024, depth): 1.0 for depth in range(101)}
     needle_plot(tmp_path / "a.png", shares=shares, facts=[])

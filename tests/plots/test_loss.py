@@ -44,6 +44,25 @@ def test_a_plot_has_a_curve_for_each_of_the_largest_sources(tmp_path):
     assert curves["s2, mean"][-1] == pytest.approx(np.mean([3 + 2 / n for n in (6, 7, 8)]))
 
 
+def test_the_legend_covers_no_curve(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=0)
+    for step in range(1, 9):
+        sources = {"high": SourceMetrics(9, 9, 9.0), "low": SourceMetrics(9, 9, 1.0)}
+        sink.write(_metrics(step, loss=2.0, sources=sources))
+    sink.close()
+    with mock.patch("sppo.plots.loss.write_figure") as written:
+        loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    (_, figure), _ = written.call_args
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    box = axes.get_legend().get_window_extent()
+    assert not any(
+        box.contains(*axes.transData.transform(at))
+        for line in axes.lines
+        for at in line.get_xydata()
+    )
+
+
 def test_no_plot_of_a_run_without_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
