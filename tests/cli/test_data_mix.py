@@ -33,7 +33,7 @@ def test_table(mixture):
     rows = [line.split() for line in text.splitlines()]
     assert ["books", "12", "696", "75.0%"] in [row[:4] for row in rows]
     assert "refused" not in text
-    assert "code: more epochs than max_epochs 4" in succeed(
+    assert "more than its max_epochs 4: sppo train refuses this run" in succeed(
         "data", "mix", "run.yaml", "train.steps=90"
     )
 

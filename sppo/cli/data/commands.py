@@ -99,7 +99,10 @@ def _mixture_screen(found: Mixture) -> Screen:
     yield item_table(found.sources, cells)
     for source in found.sources:
         if source.epochs > source.max_epochs:
-            yield f"{source.name}: more epochs than max_epochs {source.max_epochs:g}: refused"
+            yield (
+                f"{source.name} would be read {source.epochs:.2f} times, more than its max_epochs "
+                f"{source.max_epochs:g}: sppo train refuses this run"
+            )
 
 
 def _screen(found: LengthStats) -> Screen:
