@@ -110,8 +110,11 @@ def _length_is_given_once(run: RunConfig) -> Broken:
     if run.train.epochs is None:
         return
     if "steps" in run.train.model_fields_set:
-        rule = f"train.steps={run.train.steps} gives the length, too; leave one of the two keys out"
-        yield "train.epochs", rule
+        yield (
+            "train.epochs",
+            f"train.steps={run.train.steps} gives the length, too; leave one of the two keys out, "
+            "or write train.epochs=null",
+        )
     if run.data.sources is not None:
         yield (
             "train.epochs",

@@ -55,7 +55,7 @@ def test_more_epochs_go_on(run_of):
 
 def test_epochs_are_refused_before_anything_is_made(run_of, tmp_path):
     before = tree(tmp_path / "tokens")
-    assert "train.steps=4 gives the length, too" in refuse("train", run_of(), "train.epochs=1")
+    assert "write train.epochs=null" in refuse("train", run_of(), "train.epochs=1")
     wsd = ("optimizer.schedule=wsd", "optimizer.decay_steps=9")
     error = refuse("train", run_of(1), *wsd)
     assert "train.epochs 1 are 3 steps: optimizer.decay_steps=9: 9 steps after 0 " in error
