@@ -71,6 +71,7 @@ def test_an_extension_stretches_to_the_length_asked_for(model, data, tmp_path):
     assert f"original_max_positions: {REACH}}}  # 3 times 256 positions" in text
     (tmp_path / "run.yaml").write_text(text)
     run = load_run(tmp_path / "run.yaml")
+    assert "} # 3 times" in (tmp_path / "run.yaml").read_text()
     assert run.model.rope_scaling.type == "yarn"
     assert run.model.context_reach == run.sequence.length == 3 * REACH
 
@@ -89,6 +90,7 @@ def test_degrees_are_those_of_the_machine_that_is_named(data, tmp_path):
         (["sfft", "--model", "tiny", "--data", "chat"], "sfft: no such kind of run; write sft"),
         (["sft", "--data", "chat"], "--model DIR and --data DIR are needed"),
         (["sft", "--model", "tinny", "--data", "chat"], "Did you mean 'tiny'?"),
+        (["sft", "--model", "models/tiny", "--data", "chat"], "models/tiny: no such directory"),
         (["sft", "--model", "tiny", "--data", "chatt"], "chatt: no such directory"),
         (["sft", "--model", "tiny", "--data", "chat", "train.stepss=3"], "Did you mean 'steps'?"),
         (["extend", "--model", "tiny", "--data", "chat"], "few for one sequence"),

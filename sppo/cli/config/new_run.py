@@ -17,7 +17,8 @@ from sppo.cli.config.new_run_sections import (
 )
 from sppo.config import check_run, load_run
 from sppo.config.loading import apply_overrides
-from sppo.config.problems import Problem
+from sppo.config.presets import PRESETS
+from sppo.config.problems import Problem, nearest
 from sppo.config.run import DEGREES
 from sppo.config.yaml_file import format_yaml
 from sppo.data.samples.length_stats import DocumentLengths, LengthStats, length_stats
@@ -57,6 +58,9 @@ def new_run_file(
         raise ValueError(f"{one_line(kind)}: no such kind of run; write {', '.join(KINDS)}")
     title, make = KINDS[kind]
     asked = _asked(overrides)
+    if not Path(model).is_dir() and model not in PRESETS:
+        near = nearest(model, PRESETS) or f" Presets: {', '.join(PRESETS)}"
+        raise ValueError(f"--model {one_line(model)}: no such directory, and no preset.{near}")
     source = {"from_hf" if Path(model).is_dir() else "preset": model}
     known = _known(source, data, length=_asked_length(asked))
     made, steps = make(known)
