@@ -82,7 +82,7 @@ class ChatTemplate:
         folder = path if path.is_dir() else path.parent
         file = path / "tokenizer.json" if path.is_dir() else path
         settings = _settings(folder / "tokenizer_config.json")
-        text, name = _find(folder, settings, option)
+        text, name = _find(folder, settings, option, tokenizer=path)
         _check_syntax(text, name)
         return cls(
             text=text,
@@ -265,7 +265,9 @@ class ChatTemplate:
             ) from None
 
 
-def _find(folder: Path, settings: dict[str, Any], option: str | None) -> tuple[str, str]:
+def _find(
+    folder: Path, settings: dict[str, Any], option: str | None, *, tokenizer: Path
+) -> tuple[str, str]:
     """Return the text and the name of the template."""
     if option == "chatml":
         return CHATML, option
@@ -295,7 +297,7 @@ def _find(folder: Path, settings: dict[str, Any], option: str | None) -> tuple[s
             f" {one_line(', '.join(named))}; give one as --chat-template FILE"
         )
     raise ValueError(
-        f"{folder}: this tokenizer has no chat_template; give --chat-template FILE, or chatml"
+        f"{tokenizer}: this tokenizer has no chat_template; give --chat-template FILE, or chatml"
     )
 
 
