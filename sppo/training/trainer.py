@@ -372,7 +372,9 @@ class StepLoop:
         """Save a checkpoint; print and return why it was not saved, or return None."""
         if self._checkpoints.take_request():
             step = self._outcome.done_steps
-            self._records.say(f"{SAVE_FILE} is removed, as it asks: saving after step {step}")
+            self._records.say(
+                f"saving after step {step}: the file {SAVE_FILE} asked, and is removed"
+            )
         unsaved = self._checkpoints.save(
             self._outcome.done_steps,
             sequences_consumed=self._consumed,

@@ -42,7 +42,7 @@ def test_the_state_after_the_step_is_saved_and_the_file_removed(work, asks_in_st
     expected = [f"step_00000{step}", *["step_000004"] * at_end]
     assert saved(work / "out") == expected
     assert not (work / "out/save").exists()
-    assert f"save is removed, as it asks: saving after step {step}" in screen.getvalue()
+    assert f"saving after step {step}: the file save asked, and is removed" in screen.getvalue()
 
 
 def trained(rank, directory, arguments):
