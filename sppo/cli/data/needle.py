@@ -30,7 +30,7 @@ def needle(
     lengths: Annotated[
         str, typer.Option(metavar="N,N...", help="Lengths of documents in tokens: 32Ki,64Ki,128Ki.")
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
     depths: Annotated[
         str,
         typer.Option(
@@ -41,7 +41,10 @@ def needle(
     keys: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_KEYS, help="Values hidden in each document; one is asked for."
+            metavar="N",
+            min=1,
+            max=MOST_KEYS,
+            help="Values hidden in each document; one is asked for.",
         ),
     ] = 1,
     chat: Annotated[
@@ -59,9 +62,12 @@ def needle(
         ),
     ] = None,
     per_cell: Annotated[
-        int, typer.Option(min=1, max=1 << 16, help="Documents of each length and depth.")
+        int,
+        typer.Option(metavar="N", min=1, max=1 << 16, help="Documents of each length and depth."),
     ] = 1,
-    seed: Annotated[int, typer.Option(help="Draws keys, values, and places in the haystack.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Draws keys, values, and places in the haystack.")
+    ] = 0,
     glob: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Which files below a directory, e.g. '*.txt'."),

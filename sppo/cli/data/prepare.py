@@ -40,7 +40,9 @@ def prepare(
             " Dataset.save_to_disk, are searched, hidden files left out.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write, for data.tokens of a run.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory to write, for data.tokens of a run.")
+    ],
     tokenizer: Annotated[
         str | None,
         typer.Option(

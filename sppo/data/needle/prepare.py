@@ -255,7 +255,7 @@ def _check_room(length: int, *, around: int, haystack: int, keys: int) -> None:
     if length <= around:
         raise ValueError(
             f"--lengths {length}: {counted(keys, 'needle')}, the question and the answer have "
-            f"{around} tokens; a document is longer than that"
+            f"{around} tokens; give lengths above that"
         )
     if haystack < length - around:
         raise ValueError(
