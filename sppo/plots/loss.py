@@ -24,8 +24,9 @@ _OF_SOURCES = ("#2e8b57", "#8e44ad", "#b5651d", "#148f9c", "#8a8d1e", "#c2185b")
 """Colours of the sources of a mixture; that many sources are drawn, those with most tokens."""
 
 # Fractions of the figure: left edge, bottom edge, width, height.
-_LOSS_AREA = (0.07, 0.285, 0.84, 0.53)
+_LOSS_AREA = (0.07, 0.305, 0.84, 0.51)
 _RATE_AREA = (0.07, 0.105, 0.84, 0.095)
+_LEGEND_COLUMNS = 5
 
 
 def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
@@ -102,12 +103,12 @@ def _draw_loss(
     axes.set_xlim(*_limits([*(record.step for record in validations[:1]), *numbers]))
     axes.margins(y=0.08)
     axes.legend(
-        loc="best",
+        loc="upper right",
+        bbox_to_anchor=(1, 0),  # below the axes, where it hides no curve
+        ncols=_LEGEND_COLUMNS,
         fontsize=SMALL_PT,
         labelcolor=INK,
-        facecolor="white",
-        edgecolor="none",
-        framealpha=0.85,  # curves can be seen through it
+        frameon=False,
     )
 
 
