@@ -274,7 +274,9 @@ def _screen(values: dict[str, Any]) -> Screen:
         yield f"copied: {', '.join(values['copied'])}"
     if values.get("chat_template"):
         yield f"chat template: {values['chat_template']}"
-    for name, reason in values.get("missing", {}).items():
-        yield f"missing: {name} ({reason})"
+    missing = values.get("missing", {})
+    for reason in dict.fromkeys(missing.values()):
+        names = ", ".join(name for name, own in missing.items() if own == reason)
+        yield Unbroken(f"missing: {names} ({reason})")
     if values.get("ignored"):
         yield f"not applied in training: {', '.join(values['ignored'])}"
