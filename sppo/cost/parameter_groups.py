@@ -60,13 +60,13 @@ def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
         if not any(fnmatchcase(name, group.match) for name in every):
             near = difflib.get_close_matches(group.match, every, n=_SHOWN_NAMES, cutoff=_NEAR)
             raise ValueError(
-                f"optimizer.groups: match {quoted(group.match)} matches no parameter; near are "
+                f"match {quoted(group.match)} matches no parameter; near are "
                 f"{', '.join(near or every[:_SHOWN_NAMES])}"
             )
         kept = [name for name in left if not fnmatchcase(name, group.match)]
         if len(kept) == len(left):
             raise ValueError(
-                f"optimizer.groups: what {quoted(group.match)} matches belongs to groups before "
+                f"what {quoted(group.match)} matches belongs to groups before "
                 "it, for the first match wins: move it up, or leave it out"
             )
         left = kept

@@ -66,7 +66,10 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
             "model.from_hf", weights, lambda: check_headers(files, run.model)
         )
     names = parameter_shapes(run.model)
-    yield from problems_of_check("optimizer.groups", "", lambda: check_groups(names, run.optimizer))
+    globs = ", ".join(group.match for group in run.optimizer.groups)
+    yield from problems_of_check(
+        "optimizer.groups", globs, lambda: check_groups(names, run.optimizer)
+    )
     if run.start is not None:
         yield from problems_of_check("start", run.start.from_run, lambda: check_start(run))
     if disk is not None:
