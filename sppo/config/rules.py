@@ -109,17 +109,17 @@ def _length_is_given_once(run: RunConfig) -> Broken:
     """
     if run.train.epochs is None:
         return
-    if "steps" in run.train.model_fields_set:
-        yield (
-            "train.epochs",
-            f"train.steps={run.train.steps} gives the length, too; leave one of the two keys out, "
-            "or write train.epochs=null",
-        )
     if run.data.sources is not None:
         yield (
             "train.epochs",
             "every source of data.sources has epochs of its own; write train.steps, for which "
             "sppo data mix shows the epochs of each",
+        )
+    elif "steps" in run.train.model_fields_set:
+        yield (
+            "train.epochs",
+            f"train.steps={run.train.steps} gives the length, too; leave one of the two keys out, "
+            "or write train.epochs=null",
         )
 
 

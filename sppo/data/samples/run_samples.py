@@ -66,10 +66,10 @@ def why_no_sample(run: RunConfig, tokens: TokenData) -> str:
     if run.data.samples == "documents":
         return no_samples_problem(tokens.directory, np.asarray(tokens.document_offsets))
     length, shorter = run.sequence.length, tokens.num_tokens - 1
-    fix = f"Set sequence.length to at most {shorter}, or prepare" if shorter else "Prepare"
+    fix = f"Set its length to at most {shorter}, or prepare" if shorter else "Prepare"
     return (
-        f"{tokens.directory}: {tokens.num_tokens} tokens, but a sequence of sequence.length "
-        f"{length} needs {length + 1} (inputs, and labels one token on). {fix} more data"
+        f"{tokens.directory}: {tokens.num_tokens} tokens, but a sequence of {length} "
+        f"needs {length + 1} (inputs, and labels one token on). {fix} more data"
     )
 
 
