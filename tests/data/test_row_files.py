@@ -194,6 +194,20 @@ def test_refused_files(tmp_path, name, data, message):
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
+def test_what_another_process_wrote_meanwhile_is_kept(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    out = tmp_path / "out"
+
+    def prepare(name, **options):
+        prepare_tokens([tmp_path / f"{name}.txt"], tokenizer="bytes", out=out, **options)
+
+    with pytest.raises(ValueError, match=r"out: cannot be moved into place: .*not empty; run the"):
+        prepare("a", on_progress=lambda *_: prepare("b"))
+    assert (out / "tokens.bin").read_bytes()[:1] == b"b"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.txt", "b.txt", "out"]
+
+
 def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     for name in ("x.parquet", "x.arrow", "x.txt.zst"):

@@ -28,6 +28,8 @@ class Destination:
     writer: TokenWriter
     existing: TokenData | None
     """Token data that is there already, and must hold the same tokens; None to write."""
+    replaces: bool
+    """Whether token data that is there is replaced."""
 
     def finish(self, tokenizer: Tokenizer, template: ChatTemplate | None, **described: Any) -> None:
         """Write what belongs to the tokens: their description, and the tokenizer's files.
@@ -51,7 +53,7 @@ class Destination:
             ValueError: They differ, or the place cannot be written.
         """
         if self.existing is None:
-            move_into_place(self.temporary, self.out)
+            move_into_place(self.temporary, self.out, replace=self.replaces)
         else:
             _refuse_difference(self.existing, open_tokens(self.temporary))
 
@@ -78,7 +80,7 @@ def destination(out: Path, tokenizer: Tokenizer, *, force: bool) -> Iterator[Des
             temporary, vocab_size=tokenizer.vocab_size, description=tokenizer.description
         ) as writer,
     ):
-        yield Destination(out, temporary, writer, existing)
+        yield Destination(out, temporary, writer, existing, replaces=force)
 
 
 def _write_file(path: Path, content: bytes) -> None:

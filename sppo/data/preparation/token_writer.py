@@ -250,16 +250,21 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def move_into_place(temporary: Path, out: Path) -> None:
-    """Rename ``temporary`` to ``out``, and delete the token data that ``out`` held before.
+def move_into_place(temporary: Path, out: Path, *, replace: bool) -> None:
+    """Rename ``temporary`` to ``out``.
+
+    Args:
+        temporary: Directory to rename.
+        out: Its new path.
+        replace: Delete the token data that ``out`` held before.
 
     Raises:
-        ValueError: The rename failed, e.g. because ``out`` was created meanwhile.
+        ValueError: The rename failed, e.g. because another process wrote ``out`` meanwhile.
         OSError: The disk is full.
     """
     replaced = out.parent / f".{out.name}.replaced-{uuid.uuid4().hex[:8]}"
     try:
-        if out.exists():
+        if replace and out.exists():
             out.rename(replaced)
         temporary.rename(out)
     except OSError as error:
