@@ -175,7 +175,7 @@ def test_damage_is_named_with_the_row_before(tmp_path):
         ("x.json", b'[{"text": "a"}', "x.json: not JSON"),
         ("x.jsonl.gz", b"text", "x.jsonl.gz: cannot be read: Not a gzipped file"),
         ("x.txt.gz", b"text", "x.txt.gz: cannot be read: Not a gzipped file"),
-        ("x.txt.gz", gzip.compress(b"a\0b"), "x.txt.gz is not text: byte 1 is NUL"),
+        ("x.txt.gz", gzip.compress(b"a\0b", mtime=0), "x.txt.gz is not text: byte 1 is NUL"),
         ("x.parquet", b"PAR1", "x.parquet: cannot be read"),
         ("x.parquet", parquet_of([{"a": 1}]), r'row 1: no string under "text" \(its keys: a\)'),
         ("x.arrow", b"", "x.arrow: cannot be read"),
