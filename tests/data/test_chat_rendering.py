@@ -6,10 +6,10 @@ from datetime import date
 import pytest
 from transformers import AutoTokenizer
 
+from sppo.data.chat import rendering as chat_rendering
 from sppo.data.chat.conversation import Chat
 from sppo.data.chat.rendering import RenderingError, render
 from sppo.data.chat.template import ChatTemplate
-from sppo.data.chat import rendering as chat_rendering
 from tests.data.chats import ASKED, TOOLS, write_tokenizer
 
 TODAY = date(2024, 7, 26)
