@@ -46,6 +46,13 @@ def test_the_file_is_accepted_as_it_is_and_trains(kind, model, data, tmp_path):
     assert (tmp_path / f"runs/chat-{kind}/metrics.jsonl").exists()
 
 
+def test_held_out_data_is_validated_and_evaluated(data, tmp_path):
+    write_tokens(tmp_path / "held", num_tokens=900)
+    (tmp_path / "run.yaml").write_text(_new("pretrain", "tiny", "--held-out", "held"))
+    run = load_run(tmp_path / "run.yaml")
+    assert [one.tokens for one in run.evaluated_sets.values()] == [run.data.eval_tokens] == ["held"]
+
+
 def test_length_and_steps_follow_from_the_data(model, data, tmp_path):
     text = _new("sft", model)
     (tmp_path / "run.yaml").write_text(text)

@@ -68,6 +68,7 @@ def new_run_file(
     made["data"] = {"tokens": Value(str(data), _counts(known.stats)), **made["data"]}
     made["train"]["output"] = Value(f"runs/{data.resolve().name}-{kind}")
     if held_out is not None:
+        made["data"]["eval_tokens"] = Value(str(held_out), "of sppo eval")
         sets = {"held_out": {"tokens": str(held_out), "sequences": SAMPLES_PER_STEP}}
         every = Value(max(1, steps // _VALIDATIONS))
         made["validation"] = {"every": every, "sets": Value(sets)}
