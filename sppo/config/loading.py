@@ -193,11 +193,11 @@ def check_run(
     return run
 
 
-def _model_of_start(sections: Mapping[str, Any], found: list[Problem]) -> dict[str, Any] | None:
+def _model_of_start(sections: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:
     """Return the model of the run that `sections` start from; None if they start from none.
 
-    If it cannot be read, the reason is added to `found`, and another model is returned, so that the
-    other sections are checked.
+    If it cannot be read, the reason is added to `found`, and another model takes the place of that
+    and of the section, so that the other sections are checked.
     """
     start, train = sections.get("start"), sections.get("train")
     if not isinstance(start, dict):
@@ -208,6 +208,7 @@ def _model_of_start(sections: Mapping[str, Any], found: list[Problem]) -> dict[s
             return model_of_start(start["from_run"], output=output)
         except ValueError as error:
             found.append(Problem("start.from_run", quoted(start["from_run"]), str(error)))
+    sections["model"] = {}
     return PRESETS["tiny"]
 
 

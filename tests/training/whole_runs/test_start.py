@@ -150,6 +150,10 @@ def test_an_evaluation_of_the_initial_weights_is_that_of_the_checkpoint(first):
         ({"model": {"preset": "tiny"}}, "'tiny-test' in first, from which this run starts; only "),
         ({"model": {"norm_eps": 1e-6}}, "model.norm_eps"),
         ({"start": {"from_run": "nowhere"}}, "nowhere holds no run.json: give the output"),
+        (
+            {"start": {"from_run": "nowhere"}, "model": {"rope_scaling": {"factor": 8}}},
+            "has 1 problem",  # what the section adds to is unknown
+        ),
         ({"start": {"step": 4}}, "start.step=4: first holds the checkpoints 3, 6; name one"),
         ({"start": {"step": "best"}}, "start.step=best: first holds the checkpoints 3, 6;"),
         ({"start": {"step": "bst"}}, "Did you mean 'best'?"),
