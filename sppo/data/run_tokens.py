@@ -82,7 +82,8 @@ def check_tokens(run: RunConfig, tokens: TokenData) -> None:
         problems.append(
             f"{tokens.directory}: chats, which would attend to each other in a stream; write "
             "data.isolate_documents=true, or data.samples=documents, with train.samples_per_step "
-            "in place of train.sequences_per_step (for sppo eval: --samples documents)"
+            "in place of train.sequences_per_step (samples: documents in a set of a validation, "
+            "--samples documents for sppo eval)"
         )
     if table_of(run, tokens).num_samples == 0:
         problems.append(why_no_sample(run, tokens))
