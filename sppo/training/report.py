@@ -176,8 +176,8 @@ def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> No
     if _was_done(outcome):
         done = f"{output}: all {run.train.steps} steps were done before, nothing to do; "
         early = outcome.stopped_early is not None
-        key = "steps" if run.train.epochs is None else "epochs"
-        text = _early_end(run, outcome) if early else f"{done}raise train.{key} to go on"
+        go_on = f"{done}raise train.steps, or train.epochs if the run file has it, to go on"
+        text = _early_end(run, outcome) if early else go_on
         print_line(text, console)
         if not (output / LOSS_PLOT).exists():
             _write({LOSS_PLOT: draw_loss}, outcome, console=console)

@@ -48,7 +48,7 @@ def test_epochs_become_steps(run_of, epochs, train, steps):
 
 def test_more_epochs_go_on(run_of):
     succeed("train", run_of(0.5))
-    assert "raise train.epochs to go on" in succeed("train", "run.yaml")
+    assert "or train.epochs if the run file has it, to go on" in succeed("train", "run.yaml")
     text = succeed("train", "run.yaml", "train.epochs=1")
     assert "step 1/" not in text
     assert "step 3/3 | " in text
