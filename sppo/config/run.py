@@ -70,8 +70,9 @@ class DataConfig(Section):
     weight: 60}, code: {tokens: data/code, weight: 40}}``. Each source is read in epochs of its own.
     """
     weights: Literal["tokens", "samples"] = "tokens"
-    """Unit of the weights of ``sources``: a source's share of the tokens that are trained on, or of
-    the samples. The same for sequences of a stream, all of which have one length."""
+    """Unit of the weights of ``sources``: a source's share of the tokens, with those that do not
+    count in the loss, or of the samples. The same for sequences of a stream, all of which have one
+    length."""
     eval_tokens: Directory | None = None
     """Directory of held-out tokens for ``sppo eval``; null evaluates on ``tokens`` and reports
     that. Needed to evaluate a run of ``sources``."""
