@@ -1,12 +1,16 @@
 """``sppo track``: a run's records sent later, and runs whose trackers are not installed."""
 
 import json
+import os
+import signal
 import sys
 
 import pytest
 
+from sppo.config.track import TrackConfig
 from sppo.output_file import write_json
 from sppo.report.metrics import JsonlSink
+from sppo.training.records.tracking import SendingProcess
 from tests.conftest import call, refuse, succeed, tree, write_run, write_tokens
 from tests.report.test_metrics import _metrics
 from tests.report.tracking.stored import keep_files_in, stored
@@ -90,3 +94,14 @@ def test_a_package_that_is_not_there_is_an_error_before_the_start(tmp_path, monk
     error = refuse("train", "run.yaml", "track.to=[tensorboard,trackio]")
     assert "trackio needs the package of this name: pip install 'sppo[trackio]'" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_process_that_was_ended_is_said(out):
+    said = []
+    sending = SendingProcess(out, TrackConfig(), ["mlflow"], say=lambda _, text: said.append(text))
+    os.kill(sending.pid, signal.SIGKILL)
+    assert sending.end() == -signal.SIGKILL
+    assert said == [
+        "warning: the process that sends to trackers was ended by signal 9; "
+        f"sppo track {out} sends later what is missing"
+    ]

@@ -84,8 +84,8 @@ class SendingProcess:
             env=with_module_path(os.environ),
             start_new_session=True,  # without the signals of this process's terminal
         )
-        self.pid = self._process.pid
-        self._reader = Thread(target=self._pass_on, args=(say,), daemon=True)
+        self.pid, self._output, self._say = self._process.pid, output, say
+        self._reader = Thread(target=self._pass_on, daemon=True)
         self._reader.start()
         assert self._process.stdin is not None, "it was asked for"
         with suppress(BrokenPipeError):
@@ -103,14 +103,18 @@ class SendingProcess:
             self._process.stdin.close()
         code = self._process.wait(timeout_s)
         self._reader.join()
+        if code < 0:
+            missing = f"sppo track {self._output} sends later what is missing"
+            why = f"the process that sends to trackers was ended by signal {-code}"
+            self._say(logging.WARNING, f"warning: {why}; {missing}")
         return code
 
-    def _pass_on(self, say: Say) -> None:
+    def _pass_on(self) -> None:
         """Pass on the messages of the process until it ends."""
         assert self._process.stdout is not None, "it was asked for"
         for line in self._process.stdout:
             level, _, text = line.rstrip("\n").partition(" ")
-            say(logging.getLevelNamesMapping().get(level, logging.WARNING), text)
+            self._say(logging.getLevelNamesMapping().get(level, logging.WARNING), text)
 
 
 def _described(output: Path, track: TrackConfig) -> TrackedRun:
