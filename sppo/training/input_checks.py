@@ -27,7 +27,7 @@ from sppo.planning.search.choices import Degrees, degree_problems
 from sppo.quoting import quoted
 from sppo.report.tracking.trackers import check_package
 from sppo.training.run_directory import check_output
-from sppo.training.starting_checkpoint import check_start
+from sppo.training.starting_checkpoint import check_start, check_start_vocabulary
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory of a test plan, so that it can fail only for reasons other than memory."""
@@ -88,6 +88,10 @@ def _data_problems(run: RunConfig) -> Iterator[Problem]:
     if not found and run.data.sources is not None:
         found += problems_of_check(
             "data.sources", list(run.data.sources), lambda: check_mixture(run)
+        )
+    if not found and run.start is not None:
+        found += problems_of_check(
+            "start.from_run", run.start.from_run, lambda: check_start_vocabulary(run)
         )
     yield from found
 

@@ -16,6 +16,11 @@ from sppo.checkpoint.files import (
 from sppo.checkpoint.manifest import MANIFEST_FILE, find_absence
 from sppo.checkpoint.newest import Checkpoint, InvalidCheckpointError, find_checkpoint
 from sppo.config import RunConfig
+from sppo.config.json_file import read_json
+from sppo.config.run import DataConfig
+from sppo.config.start_model import CONFIG_FILE
+from sppo.data.run_tokens import check_same_vocabulary
+from sppo.data.tokens import open_tokens
 from sppo.quoting import quoted
 
 _ONLY_PLACES = ("tokens", "eval_tokens")
@@ -29,6 +34,21 @@ def check_start(run: RunConfig) -> None:
     """
     if run.start is not None and not has_started(run):
         _path(run)
+
+
+def check_start_vocabulary(run: RunConfig) -> None:
+    """Raise ValueError if `run` starts from a run that was trained on tokens of other vocabulary.
+
+    Nothing is checked if that run, or its tokens, are gone by now, or if `run` has checkpoints.
+    """
+    file = Path("" if run.start is None else run.start.from_run) / CONFIG_FILE
+    if run.start is None or has_started(run) or not file.is_file():
+        return
+    theirs = DataConfig.model_validate(read_json(file)["data"]).directories
+    for key, directory in run.data.directories.items():
+        for training in theirs.values():
+            keys = (key, f"start.from_run={run.start.from_run}")
+            check_same_vocabulary(open_tokens(Path(directory)), Path(training), keys=keys)
 
 
 def has_started(run: RunConfig) -> bool:

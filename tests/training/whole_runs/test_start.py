@@ -182,6 +182,17 @@ def test_what_is_refused(first, sections, told):
     assert told in refuse("train", second(first, model=model, **sections))
 
 
+def test_tokens_of_another_tokenizer_are_refused(first):
+    write_tokens(first / "other")
+    for name in ("tokens", "other"):
+        meta = json.loads((first / name / "meta.json").read_text())
+        meta["tokenizer"] |= dict.fromkeys(("name", "sha256", "vocabulary_sha256"), name)
+        (first / name / "meta.json").write_text(json.dumps(meta))
+    told = refuse("train", second(first, data={"tokens": "other"}))
+    assert "data.tokens other are tokens of tokenizer other, and the run is trained on" in told
+    assert "with the tokenizer of start.from_run=first" in told
+
+
 def test_a_damaged_checkpoint_is_refused_before_anything_is_made(first):
     file = max((first / FIRST).iterdir(), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1])
