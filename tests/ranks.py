@@ -81,6 +81,7 @@ class RankPool:
         from torch.distributed import TCPStore
 
         context = multiprocessing.get_context("forkserver")
+        forkserver._forkserver._stop()  # one of sppo data prepare, which imported less
         context.set_forkserver_preload(list(PRELOADED))
         # The server passes over what it does not find, and would not look where this process does.
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):

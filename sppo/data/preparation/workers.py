@@ -23,6 +23,8 @@ _BATCH_BYTES = 2 << 20
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2
 """Batches of each worker that are read before the first of them is written."""
+_IMPORTED_ONCE = (__name__, "sppo.data.chat.rendering", "tokenizers")
+"""Modules that are imported once for all workers; one that is not installed is left out."""
 
 
 def encoded(
@@ -47,9 +49,11 @@ def encoded(
                 encoder.encode_file(batch) if isinstance(batch, Path) else encoder.encode(batch)
             )
         return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED_ONCE])
     pool = ProcessPoolExecutor(
         workers,
-        mp_context=multiprocessing.get_context("spawn"),
+        mp_context=context,
         initializer=_start,
         initargs=(encoder,),
     )
