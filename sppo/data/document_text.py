@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.data.preparation.tokenizer_file import TOKENIZER_FILE, load_tokenizer_file
 from sppo.data.tokens import TokenData
 from sppo.quoting import one_line
 from sppo.units import counted
 
-TOKENIZER_FILE = "tokenizer.json"
-"""The tokenizer, kept beside the tokens that it made."""
 _BYTES = 256
 
 Decode = Callable[[list[int]], str]
@@ -94,34 +92,21 @@ def _decoder(data: TokenData) -> Decode:
         return lambda ids: "".join(f"{number} " for number in ids)
     if tokenizer.name == "bytes":
         return _text_of_bytes
-    contents = _tokenizer_contents(data.directory / TOKENIZER_FILE, tokenizer.name)
-    if hashlib.sha256(contents).hexdigest() != tokenizer.sha256:
+    kept, original = data.directory / TOKENIZER_FILE, Path(tokenizer.name)
+    places = (kept, original / TOKENIZER_FILE, original)
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
         raise ValueError(
-            f"{data.directory / TOKENIZER_FILE}: not the tokenizer that made these tokens"
-            f" ({one_line(tokenizer.name)}); prepare them again with --force"
+            f"{one_line(original)}: the tokenizer that made the tokens is not there any more; copy"
+            f" it to {kept}"
         )
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
+    loaded = load_tokenizer_file(str(path), end_of_document="none")
+    if loaded.description.sha256 != tokenizer.sha256:
         raise ValueError(
-            "the tokenizers library is not installed, which tells the text of tokens; run"
-            " `pip install 'sppo[hf]'`"
-        ) from None
-    backend = Tokenizer.from_buffer(contents)
-    return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
-
-
-def _tokenizer_contents(kept: Path, name: str) -> bytes:
-    """Return the contents of the tokenizer, kept with the tokens or where it was then."""
-    original = Path(name) / TOKENIZER_FILE if Path(name).is_dir() else Path(name)
-    path = kept if kept.is_file() else original
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"{one_line(path)}: cannot be read: {error.strerror}; it is the tokenizer that made"
-            f" the tokens: copy it to {kept}"
-        ) from None
+            f"{path}: not the tokenizer that made these tokens ({one_line(tokenizer.name)});"
+            " prepare them again with --force"
+        )
+    return lambda ids: str(loaded.backend.decode(ids, skip_special_tokens=False))
 
 
 def _text_of_bytes(ids: list[int]) -> str:

@@ -14,14 +14,12 @@ from typing import Any
 
 from sppo.config.json_file import read_json
 from sppo.data.chat.template import TEMPLATE_FILE, ChatTemplate
-from sppo.data.preparation.opening import reading
-from sppo.data.tokens import META_FILE, read_meta
+from sppo.data.preparation.tokenizer_file import TOKENIZER_FILE, read_files
+from sppo.data.tokens import META_FILE, TOKENIZER_FILES, read_meta
 from sppo.model.hf_extras import Extras
 from sppo.quoting import one_line
 
-_TOKENIZER = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
-_KEPT = (_TOKENIZER, _SETTINGS, "special_tokens_map.json", TEMPLATE_FILE)
 _GENERATION = "generation_config.json"
 _END = "eos_token_id"
 _PLAIN_SETTINGS = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
@@ -56,7 +54,7 @@ def trained_tokenizer(directories: Sequence[Path]) -> TrainedTokenizer | None:
     Raises:
         ValueError: Sources have different templates, or a file is damaged.
     """
-    kept = [_kept_in(path) for path in directories if (path / _TOKENIZER).is_file()]
+    kept = [_kept_in(path) for path in directories if (path / TOKENIZER_FILE).is_file()]
     chats = [one for one in kept if one.template is not None]
     for other in chats[1:]:
         if other.template != chats[0].template:
@@ -114,16 +112,12 @@ def template_change(base: Extras, trained: TrainedTokenizer) -> str | None:
 
 
 def _kept_in(directory: Path) -> TrainedTokenizer:
-    files = {}
-    for path in (directory / name for name in _KEPT):
-        with reading(path):
-            if path.is_file():
-                files[path.name] = path.read_bytes()
+    files = read_files(directory, sorted(TOKENIZER_FILES))
     end = read_meta(directory / META_FILE).tokenizer.end_of_document
     ends = [] if end is None else [end]
     if TEMPLATE_FILE in files:
         stops = ChatTemplate.load(directory).stops[-1:]
-        added = read_json(directory / _TOKENIZER).get("added_tokens") or ()
+        added = read_json(directory / TOKENIZER_FILE).get("added_tokens") or ()
         ends += [token["id"] for token in added if token["content"] in stops]
     return TrainedTokenizer(directory, files, tuple(ends))
 

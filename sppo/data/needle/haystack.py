@@ -61,7 +61,7 @@ def read_haystack(paths: Sequence[Path], tokenizer: TextTokenizer, *, most: int)
     """
     ids, after, length = [], [np.zeros(1, dtype=np.int64)], 0
     for document in read_text(paths):
-        text = document.text.rstrip() + "\n\n"
+        text = document.rstrip() + "\n\n"
         ends = tuple(match.span() for match in _SENTENCE_END.finditer(text))
         ((own, ends_sentence),) = tokenizer.encode_texts([MarkedText(text, ends)])
         assert ends_sentence is not None, "the ends of sentences are marked"

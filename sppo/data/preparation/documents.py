@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -21,17 +20,6 @@ from sppo.quoting import one_line
 _SHOWN_PATHS = 5
 _HEAD_BYTES = 1 << 16
 _TEXT_COLUMNS = frozenset({"text"})
-
-
-@dataclass(frozen=True, slots=True)
-class TextDocument:
-    """One document of text, with its source for messages."""
-
-    text: str
-    source: str
-    """Path of the file, with the number of the line or row for files of rows."""
-    source_bytes: int
-    """Bytes of input of the document, line ends included."""
 
 
 def find_files(
@@ -166,7 +154,7 @@ def check_text_files(paths: Sequence[Path]) -> None:
             )
 
 
-def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
+def read_text(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the documents of files of text, and of rows with text, one whole document at a time.
 
     Raises:
@@ -177,4 +165,4 @@ def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
             document = TEXT.document(row)
             assert isinstance(document, MarkedText)
             require_text(document.text, row.source)
-            yield TextDocument(document.text, row.source, row.source_bytes)
+            yield document.text

@@ -27,7 +27,7 @@ from sppo.data.preparation.tokenizers import (
     end_id,
 )
 from sppo.data.preparation.workers import MOST_WORKERS, encoded
-from sppo.data.tokens import TokenMeta, open_tokens
+from sppo.data.tokens import TokenData, TokenMeta, open_tokens
 from sppo.units import counted
 
 _SHOWN_SOURCES = 3
@@ -166,14 +166,12 @@ def _summary(
         source_bytes=source_bytes,
         tokens_bytes=written.num_tokens * written.tokens.itemsize,
         num_counting_tokens=None if mask is None else int(np.count_nonzero(mask)),
-        held_out=next(
-            (
-                HeldOutTokens(str(data.directory), data.num_documents, data.num_tokens)
-                for data in held_out
-            ),
-            None,
-        ),
+        held_out=_held_out_tokens(held_out[0]) if held_out else None,
     )
+
+
+def _held_out_tokens(data: TokenData) -> HeldOutTokens:
+    return HeldOutTokens(str(data.directory), data.num_documents, data.num_tokens)
 
 
 def _held_out_directory(rows: RowOptions, held_out_out: Path | None, out: Path) -> list[Path]:
@@ -239,11 +237,6 @@ class _LeftOutDocuments:
     """Sources of documents of which nothing is trained on."""
     num_longer: int = 0
 
-    @property
-    def any(self) -> bool:
-        """Whether there are any."""
-        return bool(self.untrained or self.num_longer)
-
 
 def _write(
     shards: Iterable[EncodedShard],
@@ -292,9 +285,10 @@ def _check_written(
             " leave them out with --allow-empty"
         )
     if sum(counts) == 0:
+        any_left_out = bool(sources or left_out.num_longer)
         raise ValueError(
             f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: no tokens: every"
-            f" document is empty{' or left out' * left_out.any}; give files with contents"
+            f" document is empty{' or left out' * any_left_out}; give files with contents"
         )
     if 0 in counts:
         raise ValueError(

@@ -18,7 +18,12 @@ from sppo.data.preparation.columns import IdsDocument, RowFormat, require_text
 from sppo.data.preparation.ids_files import IdsTokenizer
 from sppo.data.preparation.rows import Row
 from sppo.data.preparation.tokenizer_file import FileTokenizer
-from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard, LeftOut
+from sppo.data.preparation.tokenizers import (
+    ByteTokenizer,
+    EncodedShard,
+    EncodedText,
+    LeftOut,
+)
 
 Tokenizer = ByteTokenizer | IdsTokenizer | FileTokenizer
 
@@ -53,7 +58,10 @@ class RowEncoder:
         """
         documents = [self._document(row) for row in rows]
         texts = [document for document in documents if isinstance(document, MarkedText)]
-        encoded = iter(self._encode_texts(texts) if texts else ())
+        encoded: Iterator[EncodedText] = iter(())
+        if texts:
+            assert not isinstance(self.tokenizer, IdsTokenizer), "its rows are ids"
+            encoded = iter(self.tokenizer.encode_texts(texts))
         shards = []
         for row, document in zip(rows, documents, strict=True):
             if isinstance(document, MarkedText):
@@ -74,12 +82,6 @@ class RowEncoder:
             )
         return shards
 
-    def _encode_texts(
-        self, texts: Sequence[MarkedText]
-    ) -> list[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
-        assert not isinstance(self.tokenizer, IdsTokenizer), "its rows are ids"
-        return self.tokenizer.encode_texts(texts)
-
     def encode_file(self, path: Path) -> Iterator[EncodedShard]:
         """Yield the ids of a file that is one document, in parts, so that it may be of any size."""
         assert not isinstance(self.tokenizer, FileTokenizer), "its files are rows"
@@ -97,12 +99,11 @@ class RowEncoder:
 
     def described(self) -> dict[str, Any]:
         """Return the fields of :class:`.tokens.TokenMeta` that tell how documents are made."""
-        template = self.template
-        by_turns = template is not None and self.train_on in ("assistant", "last")
+        template, by_turns = self.template, self.train_on in ("assistant", "last")
         return {
             "format": self.format.name,
             "train_on": self.train_on,
-            "mask_method": template.method if by_turns and template is not None else None,
+            "mask_method": template.method if template is not None and by_turns else None,
             "chat_template_sha256": None if template is None else template.sha256,
             "special_ids": self._special_ids(),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sppo.config.json_file import parse_json, read_json
 from sppo.data.chat.marked_text import MarkedText
 from sppo.data.preparation.opening import reading
-from sppo.data.preparation.tokenizers import EndOfDocument, end_id
+from sppo.data.preparation.tokenizers import EncodedText, EndOfDocument, end_id
 from sppo.data.tokens import TokenizerDescription
 from sppo.quoting import one_line
 
@@ -46,10 +46,8 @@ class FileTokenizer:
     files: Mapping[str, bytes]
     """Contents of the files of the tokenizer by name, which are kept with its tokens."""
 
-    def encode_texts(
-        self, texts: Sequence[MarkedText]
-    ) -> list[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
-        """Return the ids of texts, and whether each counts in the loss; None if all count."""
+    def encode_texts(self, texts: Sequence[MarkedText]) -> list[EncodedText]:
+        """Return the ids of texts, with what of them counts in the loss."""
         strings = [text.text for text in texts]
         if all(text.trained is None for text in texts):
             # The "fast" form does not compute character offsets, which are not used here.
@@ -101,14 +99,18 @@ def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTok
         sha256=hashlib.sha256(data).hexdigest(),
         vocabulary_sha256=None if identity is None else identity.sha256,
     )
-    files = {TOKENIZER_FILE: data, **_settings_files(path.parent)}
+    files = {TOKENIZER_FILE: data, **read_files(path.parent, _SETTINGS_FILES)}
     return FileTokenizer(backend, vocab_size=vocab_size, description=description, files=files)
 
 
-def _settings_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the settings beside a tokenizer, by name."""
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the contents of those of some files that are in a directory, by name.
+
+    Raises:
+        ValueError: One cannot be read.
+    """
     files = {}
-    for path in (folder / name for name in _SETTINGS_FILES):
+    for path in (folder / name for name in names):
         with reading(path):
             if path.is_file():
                 files[path.name] = path.read_bytes()

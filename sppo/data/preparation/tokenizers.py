@@ -26,6 +26,9 @@ EndOfDocument = int | Literal["auto", "none"]
 BYTE_END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
 
+EncodedText = tuple[NDArray[Any], NDArray[np.bool_] | None]
+"""Ids of a text, and for each whether predicting it counts in the loss; None if all count."""
+
 LeftOut = Literal["untrained", "longer"]
 """Why a document is left out: nothing of it is trained on, or it is longer than asked for."""
 
@@ -77,14 +80,12 @@ class ByteTokenizer:
                 yield EncodedShard(_bytes(data), False, done_bytes - before)
         yield EncodedShard(_bytes(b""), True, 0)
 
-    def encode_texts(
-        self, texts: Sequence[MarkedText]
-    ) -> list[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
-        """Return the ids of texts, and whether each counts in the loss; None if all count."""
+    def encode_texts(self, texts: Sequence[MarkedText]) -> list[EncodedText]:
+        """Return the ids of texts, with what of them counts in the loss."""
         return [_encode_text(text) for text in texts]
 
 
-def _encode_text(text: MarkedText) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+def _encode_text(text: MarkedText) -> EncodedText:
     ids = _bytes(text.text.encode())
     if text.trained is None:
         return ids, None

@@ -8,7 +8,6 @@ from fractions import Fraction
 from sppo.config import RunConfig
 from sppo.config.rules import broken_rules
 from sppo.data.samples.run_samples import run_samples
-from sppo.data.samples.sample_table import StepSamples
 from sppo.data.tokens import open_tokens
 
 
@@ -24,15 +23,11 @@ def with_steps(run: RunConfig) -> RunConfig:
     if run.train.epochs is None:
         return run
     samples = run_samples(run, [open_tokens(path) for path in run.data.directories.values()])
-    steps = steps_of_epochs(samples, Fraction(repr(run.train.epochs)))
+    needed = Fraction(repr(run.train.epochs)) * samples.num_samples
+    steps = samples.num_steps(max(1, math.ceil(needed)))
     counted = run.with_values({"train.steps": steps, "train.epochs": None})
     problems = list(broken_rules(counted))
     if problems:
         why = "; ".join(f"{one.path}={one.value}: {one.rule}" for one in problems)
         raise ValueError(f"train.epochs {run.train.epochs:g} are {steps} steps: {why}")
     return counted
-
-
-def steps_of_epochs(samples: StepSamples, epochs: Fraction) -> int:
-    """Return the fewest steps that consume a number of epochs, which may be a fraction."""
-    return samples.num_steps(max(1, math.ceil(epochs * samples.num_samples)))
