@@ -10,30 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from sppo.cli.data.commands import app
 from sppo.data.preparation.token_writer import TokenWriter
+from tests.conftest import refuse, succeed
 
 
-def prepare(*words: object) -> Result:
-    return CliRunner().invoke(app, ["prepare", *(str(word) for word in words)])
+def prepare(*words: object) -> dict[str, Any]:
+    return json.loads(succeed("data", "prepare", *words, "--json"))
 
 
-def succeed(*words: object) -> dict[str, Any]:
-    result = prepare(*words, "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    return json.loads(result.stdout)
-
-
-def refuse(*words: object, code: int = 2) -> str:
-    result = prepare(*words)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    return result.stderr
+def refused(*words: object, code: int = 2) -> str:
+    return refuse("data", "prepare", *words, code=code)
 
 
 def tokens_of(directory: Path) -> list[int]:
@@ -56,7 +43,7 @@ def assert_nothing_left(work: Path) -> None:
 
 def test_bytes(work: Path) -> None:
     (work / "src/b.bin").write_bytes(b"\xff\xe9")
-    summary = succeed("--tokenizer", "bytes", "--out", "out", "src/b.bin", "src/a.txt")
+    summary = prepare("--tokenizer", "bytes", "--out", "out", "src/b.bin", "src/a.txt")
     assert tokens_of(work / "out") == [255, 233, 256, 104, 105, 256]
     assert np.load(work / "out/documents.npy").tolist() == [0, 3, 6]
     assert summary["num_tokens"] == 6
@@ -70,7 +57,7 @@ def test_bytes(work: Path) -> None:
 
 def test_jsonl(work: Path) -> None:
     (work / "src/x.jsonl").write_text('{"text": "a"}\n\n{"text": "\\u00e9", "id": 1}\n')
-    succeed("--tokenizer", "bytes", "--out", "deep/er/out", "src/x.jsonl")
+    prepare("--tokenizer", "bytes", "--out", "deep/er/out", "src/x.jsonl")
     assert tokens_of(work / "deep/er/out") == [97, 256, 0xC3, 0xA9, 256]
 
 
@@ -78,7 +65,7 @@ def test_ids_are_taken_as_they_are(work: Path) -> None:
     np.save(work / "src/0.npy", np.array([3, 70000, 0], dtype=np.int32))
     np.save(work / "src/1.npy", np.array([], dtype=np.int64))
     np.save(work / "src/2.npy", np.array([7], dtype=">u8"))
-    summary = succeed("--tokenizer", "ids", "--out", "out", "src")
+    summary = prepare("--tokenizer", "ids", "--out", "out", "src")
     assert tokens_of(work / "out") == [3, 70000, 0, 7]
     assert np.load(work / "out/documents.npy").tolist() == [0, 3, 4]
     assert summary["vocab_size"] == 70001
@@ -89,7 +76,7 @@ def test_ids_are_taken_as_they_are(work: Path) -> None:
 def test_ids_with_vocabulary_and_end(work: Path) -> None:
     np.save(work / "src/0.npy", np.array([3, 4]))
     words = ("--tokenizer", "ids", "--vocab-size", 50, "--end-of-document", 49)
-    assert succeed(*words, "--out", "out", "src/0.npy")["vocab_size"] == 50
+    assert prepare(*words, "--out", "out", "src/0.npy")["vocab_size"] == 50
     assert tokens_of(work / "out") == [3, 4, 49]
 
 
@@ -108,30 +95,30 @@ WITH_END = ("--tokenizer", "ids", "--end-of-document", 9, "--out", "out")
 def test_loss_masks_beside_ids(work: Path, inputs: list[str]) -> None:
     save_masked(work / "src/0", [3, 4, 5], [True, False, False])
     save_masked(work / "src/1", [6])
-    summary = succeed(*WITH_END, *inputs)
+    summary = prepare(*WITH_END, *inputs)
     assert tokens_of(work / "out") == [3, 4, 5, 9, 6, 9]
     assert list((work / "out/loss_mask.bin").read_bytes()) == [1, 0, 0, 0, 1, 1]
     assert summary["num_files"] == 2
     assert summary["num_counting_tokens"] == 3
     assert len(summary["loss_mask_sha256"]) == 64
-    again = prepare(*WITH_END, *inputs)
-    assert "holds these tokens already" in again.stdout
-    assert "predicting 3 of the tokens counts" in again.stdout
+    again = succeed("data", "prepare", *WITH_END, *inputs)
+    assert "holds these tokens already" in again
+    assert "predicting 3 of the tokens counts" in again
 
 
 def test_other_loss_masks_are_other_data(work: Path) -> None:
     save_masked(work / "src/0", [3, 4, 5], [True, False, False])
-    succeed(*WITH_END, "src")
+    prepare(*WITH_END, "src")
     save_masked(work / "src/0", [3, 4, 5], [True, False, True])
-    assert "holds these tokens with another loss mask; replace it with --force" in refuse(
+    assert "holds these tokens with another loss mask; replace it with --force" in refused(
         *WITH_END, "src"
     )
     (work / "src/0.mask.npy").unlink()
-    assert "holds these tokens with another loss mask" in refuse(*WITH_END, "src")
-    assert succeed(*WITH_END, "--force", "src")["num_counting_tokens"] is None
+    assert "holds these tokens with another loss mask" in refused(*WITH_END, "src")
+    assert prepare(*WITH_END, "--force", "src")["num_counting_tokens"] is None
     assert not (work / "out/loss_mask.bin").exists()
     save_masked(work / "src/0", [3, 4, 5], [True, False, True])
-    assert "holds these tokens with no loss mask" in refuse(*WITH_END, "src")
+    assert "holds these tokens with no loss mask" in refused(*WITH_END, "src")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +139,7 @@ def test_refused_loss_masks(work: Path, files: dict[str, Any], message: str) -> 
             (work / "src" / name).write_bytes(content)
         else:
             np.save(work / "src" / name, content)
-    error = refuse("--tokenizer", "ids", "--out", "out", "src")
+    error = refused("--tokenizer", "ids", "--out", "out", "src")
     assert message in error
     assert len(error.splitlines()) == 1
     assert_nothing_left(work)
@@ -160,7 +147,7 @@ def test_refused_loss_masks(work: Path, files: dict[str, Any], message: str) -> 
 
 def test_a_mask_alone_is_no_document(work: Path) -> None:
     save_masked(work / "src/0", [3, 4, 5], [True, False, False])
-    error = refuse("--tokenizer", "ids", "--out", "out", "src/0.mask.npy")
+    error = refused("--tokenizer", "ids", "--out", "out", "src/0.mask.npy")
     assert "src/0.mask.npy: a loss mask, and no ids are given" in error
 
 
@@ -170,52 +157,51 @@ def test_directories_are_sorted_filtered_and_without_hidden_files(work: Path) ->
         path.parent.mkdir(exist_ok=True)
         path.write_text(path.stem[0])
     words = ("--tokenizer", "bytes", "--end-of-document", "none")
-    succeed(*words, "--glob", "*.py", "--out", "out", "src")
+    prepare(*words, "--glob", "*.py", "--out", "out", "src")
     assert bytes(tokens_of(work / "out")) == b"acz"
-    succeed(*words, "--glob", "b/*", "--glob", "a.txt", "--out", "other", "src")
+    prepare(*words, "--glob", "b/*", "--glob", "a.txt", "--out", "other", "src")
     assert bytes(tokens_of(work / "other")) == b"hiacs"
 
 
 def test_output_inside_the_input_is_not_input(work: Path) -> None:
     words = ("--tokenizer", "bytes", "--out", "src/out", "src")
-    succeed(*words)
-    assert succeed(*words)["unchanged"]
+    prepare(*words)
+    assert prepare(*words)["unchanged"]
 
 
 def test_report(work: Path) -> None:
-    result = prepare("--tokenizer", "bytes", "--out", "out", "src")
-    assert result.exit_code == 0
+    result = succeed("data", "prepare", "--tokenizer", "bytes", "--out", "out", "src")
     for text in ("out: written", "1 from 1 file ", "3 from 2 B", "257 ids"):
-        assert text in result.stdout
-    again = prepare("--tokenizer", "bytes", "--out", "out", "src")
-    assert "holds these tokens already" in again.stdout
+        assert text in result
+    again = succeed("data", "prepare", "--tokenizer", "bytes", "--out", "out", "src")
+    assert "holds these tokens already" in again
 
 
 def test_existing_output_is_kept_unless_forced(work: Path) -> None:
     words = ("--tokenizer", "bytes", "--out", "out", "src")
-    succeed(*words)
+    prepare(*words)
     before = (work / "out/tokens.bin").stat().st_mtime_ns
-    assert succeed(*words)["unchanged"]
+    assert prepare(*words)["unchanged"]
     assert (work / "out/tokens.bin").stat().st_mtime_ns == before
-    assert "end of document 256; asked for bytes, 257, None" in refuse(
+    assert "end of document 256; asked for bytes, 257, None" in refused(
         *words, "--end-of-document", "none"
     )
     (work / "src/a.txt").write_bytes(b"ho!")
-    assert "holds other tokens (3 in 1 document, not 4 in 1)" in refuse(*words)
+    assert "holds other tokens (3 in 1 document, not 4 in 1)" in refused(*words)
     assert tokens_of(work / "out") == [104, 105, 256]
-    succeed(*words, "--force")
+    prepare(*words, "--force")
     assert tokens_of(work / "out") == [104, 111, 33, 256]
     assert sorted(path.name for path in work.iterdir()) == ["out", "src"]
 
 
 def test_damaged_output_is_replaced_only_by_force(work: Path) -> None:
     words = ("--tokenizer", "bytes", "--out", "out", "src")
-    succeed(*words)
+    prepare(*words)
     (work / "out/tokens.bin").write_bytes(b"\0" * 6)
-    assert "has changed since it was written" in refuse(*words)
+    assert "has changed since it was written" in refused(*words)
     (work / "out/tokens.bin").unlink()
-    assert "holds part of token data" in refuse(*words)
-    succeed(*words, "--force")
+    assert "holds part of token data" in refused(*words)
+    prepare(*words, "--force")
     assert tokens_of(work / "out") == [104, 105, 256]
 
 
@@ -223,7 +209,7 @@ def test_damaged_output_is_replaced_only_by_force(work: Path) -> None:
 def test_other_directories_are_never_replaced(work: Path, force: tuple[str, ...]) -> None:
     (work / "out").mkdir()
     (work / "out/thesis.tex").write_text("x")
-    error = refuse("--tokenizer", "bytes", "--out", "out", *force, "src")
+    error = refused("--tokenizer", "bytes", "--out", "out", *force, "src")
     assert "thesis.tex, which is not token data and is never replaced" in error
     assert (work / "out/thesis.tex").read_text() == "x"
 
@@ -257,14 +243,14 @@ def test_refused_inputs(work: Path, tokenizer: str, contents: dict[str, Any], me
         else:
             with path.open("wb") as file:
                 np.save(file, content)
-    error = refuse("--tokenizer", tokenizer, "--out", "deep/out", "src/x")
+    error = refused("--tokenizer", tokenizer, "--out", "deep/out", "src/x")
     assert message in error
     assert_nothing_left(work)
 
 
 @pytest.mark.parametrize(("glob", "is_said"), [("setup.py", True), ("*.py", False)])
 def test_a_glob_that_the_shell_expanded_is_explained(work: Path, glob: str, is_said: bool) -> None:
-    error = refuse("--tokenizer", "bytes", "--out", "out", "--glob", glob, work / "src")
+    error = refused("--tokenizer", "bytes", "--out", "out", "--glob", glob, work / "src")
     assert ("in quotes so that the shell leaves it as it is: '*.py'" in error) == is_said
 
 
@@ -280,7 +266,7 @@ def test_a_glob_that_the_shell_expanded_is_explained(work: Path, glob: str, is_s
 )
 def test_refused_lines(work: Path, line: str, message: str) -> None:
     (work / "src/x.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    assert message in refuse("--tokenizer", "bytes", "--out", "out", "src/x.jsonl")
+    assert message in refused("--tokenizer", "bytes", "--out", "out", "src/x.jsonl")
     assert_nothing_left(work)
 
 
@@ -296,7 +282,7 @@ def test_refused_lines(work: Path, line: str, message: str) -> None:
 )
 def test_refused_options(work: Path, words: tuple[object, ...], message: str) -> None:
     np.save(work / "src/x.npy", np.array([1, 5]))
-    assert message in refuse(*words, "--out", "out", "src/x.npy")
+    assert message in refused(*words, "--out", "out", "src/x.npy")
     assert_nothing_left(work)
 
 
@@ -304,7 +290,7 @@ def test_text_that_is_not_utf8_needs_the_byte_tokenizer(work: Path) -> None:
     hf = pytest.importorskip("tokenizers")
     hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a")).save("src/tokenizer.json")
     (work / "src/x").write_bytes(b"ab\xff")
-    error = refuse("--tokenizer", "src", "--out", "out", "src/x")
+    error = refused("--tokenizer", "src", "--out", "out", "src/x")
     assert "src/x: byte 2 is 0xff, which is not UTF-8" in error
     assert_nothing_left(work)
 
@@ -312,11 +298,11 @@ def test_text_that_is_not_utf8_needs_the_byte_tokenizer(work: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_refusals_of_the_system(work: Path) -> None:
     """As root too: the kernel lets nobody make a directory in /proc or read address 0."""
-    error = refuse("--tokenizer", "bytes", "--out", "src/a.txt/out", "src")
+    error = refused("--tokenizer", "bytes", "--out", "src/a.txt/out", "src")
     assert "src/a.txt/out: this or a parent of it is a file" in error
-    error = refuse("--tokenizer", "bytes", "--out", "/proc/out", "src")
+    error = refused("--tokenizer", "bytes", "--out", "/proc/out", "src")
     assert "--out /proc/out: cannot be written: " in error
-    error = refuse("--tokenizer", "bytes", "--out", "out", "src", "/proc/self/mem")
+    error = refused("--tokenizer", "bytes", "--out", "out", "src", "/proc/self/mem")
     assert "/proc/self/mem: cannot be read: Input/output error" in error
     assert_nothing_left(work)
 
@@ -326,7 +312,7 @@ def test_full_disk(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(TokenWriter, "append", full)
-    error = refuse("--tokenizer", "bytes", "--out", "deep/out", "src", code=4)
+    error = refused("--tokenizer", "bytes", "--out", "deep/out", "src", code=4)
     assert "Disk quota exceeded" in error
     assert_nothing_left(work)
 
@@ -334,6 +320,6 @@ def test_full_disk(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_tokenizer_it_says_which_there_are(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("a")
-    said = refuse(file, "--out", tmp_path / "out")
+    said = refused(file, "--out", tmp_path / "out")
     assert "bytes, the path of a tokenizer.json, or ids" in said
     assert not (tmp_path / "out").exists()
