@@ -255,22 +255,6 @@ def test_a_glob_that_the_shell_expanded_is_explained(work: Path, glob: str, is_s
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "x.jsonl:2: not JSON"),
-        ("[1]", "x.jsonl:2: a list, not an object"),
-        ("[" * 3000, "x.jsonl:2: nested too deeply"),
-        ('{"content": "a"}', 'no string under "text" (its keys: content)'),
-        ('{"text": "\\ud800"}', "x.jsonl:2: character 0 of the text is half of a surrogate pair"),
-    ],
-)
-def test_refused_lines(work: Path, line: str, message: str) -> None:
-    (work / "src/x.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    assert message in refused("--tokenizer", "bytes", "--out", "out", "src/x.jsonl")
-    assert_nothing_left(work)
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--tokenizer", "bytes", "--vocab-size", 9), "--vocab-size 9: only for --tokenizer ids"),
@@ -278,6 +262,7 @@ def test_refused_lines(work: Path, line: str, message: str) -> None:
         (("--tokenizer", "bytes", "--end-of-document", "eos"), "write auto, none or the number"),
         (("--tokenizer", "ids", "--vocab-size", 3), "set --vocab-size to at least 6"),
         (("--tokenizer", "ids", "--end-of-document", -1), "--end-of-document -1"),
+        (("--tokenizer", "ids", "--column", "text"), "--column text: write KEY=NAME"),
     ],
 )
 def test_refused_options(work: Path, words: tuple[object, ...], message: str) -> None:

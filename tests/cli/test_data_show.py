@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from sppo.data.chat.template import CHATML
 from sppo.data.preparation.prepare import prepare_tokens
-from tests.conftest import call, succeed
+from tests.conftest import refuse, succeed
 from tests.data.chats import write_tokenizer
+from tests.data.rows import write_rows
 
 TEXT = "Wie heißt du?<|end|>\x1b[31mIch – Qwen ☃"
 
@@ -22,22 +23,11 @@ TEXT = "Wie heißt du?<|end|>\x1b[31mIch – Qwen ☃"
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Token data of two documents made by a tokenizer file, of which the second has a mask."""
     monkeypatch.chdir(tmp_path)
-    folder = write_tokenizer(tmp_path / "tokenizer", "<|end|>")
-    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    encoding = backend.encode(TEXT, add_special_tokens=False)
-    np.save("0.npy", encoding.ids[:3])
-    np.save("1.npy", encoding.ids)
+    write_tokenizer(tmp_path / "tokenizer", "<|end|>")
     begin = TEXT.index("\x1b")
-    np.save("1.mask.npy", np.array([start >= begin for start, _ in encoding.offsets]))
-    prepare_tokens([Path("0.npy"), Path("1.npy")], tokenizer="ids", out=Path("tokens"))
-    for name in ("tokens.bin", "documents.npy", "loss_mask.bin"):
-        assert (tmp_path / "tokens" / name).exists()
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("Hi\n")
-    prepare_tokens([Path("text")], tokenizer="tokenizer", out=Path("plain"))
-    meta = json.loads(Path("tokens/meta.json").read_text())
-    meta["tokenizer"] = json.loads(Path("plain/meta.json").read_text())["tokenizer"]
-    Path("tokens/meta.json").write_text(json.dumps(meta))
+    rows = {"prompt": "", "completion": "Wie"}, {"prompt": TEXT[:begin], "completion": TEXT[begin:]}
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    prepare_tokens([path], tokenizer="tokenizer", out=Path("tokens"), end_of_document="none")
     return Path("tokens")
 
 
@@ -65,21 +55,22 @@ def test_bytes_and_ids_tell_their_own_text(data: Path) -> None:
     Path("a.txt").write_text("Grüß Gott")
     prepare_tokens([Path("a.txt")], tokenizer="bytes", out=Path("bytes"))
     assert succeed("data", "show", "bytes").endswith("\n«Grüß Gott<256>»\n")
-    prepare_tokens([Path("1.npy")], tokenizer="ids", out=Path("ids"))
+    np.save("ids.npy", [54, 72, 68])
+    prepare_tokens([Path("ids.npy")], tokenizer="ids", out=Path("ids"))
     assert "\nids: 54 72 68" in succeed("data", "show", "ids")
 
 
 def test_the_tokenizer_is_the_one_of_the_tokens(data: Path) -> None:
-    shutil.move("tokenizer/tokenizer.json", "tokens/tokenizer.json")
+    Path("tokens/tokenizer.json").rename("kept.json")
     assert "Ich" in succeed("data", "show", data, 1)
+    Path("tokenizer/tokenizer.json").unlink()
+    assert "copy it to tokens/tokenizer.json" in refuse("data", "show", data)
     other = write_tokenizer(Path("other"), "<|another|>") / "tokenizer.json"
     shutil.copy(other, "tokens/tokenizer.json")
-    result = call("data", "show", data)
-    assert result.exit_code == 2
-    assert "tokens/tokenizer.json: not the tokenizer that made these tokens" in result.stderr
-    Path("tokens/tokenizer.json").unlink()
-    result = call("data", "show", data)
-    assert "copy it to tokens/tokenizer.json" in result.stderr
+    said = refuse("data", "show", data)
+    assert "tokens/tokenizer.json: not the tokenizer that made these tokens" in said
+    shutil.move("kept.json", "tokens/tokenizer.json")
+    assert "Ich" in succeed("data", "show", data, 1)
 
 
 @pytest.mark.parametrize(
@@ -95,23 +86,25 @@ def test_chats_show_how_their_answers_were_told(words, method, answers, tmp_path
     said = [
         {"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "qawb", strict=True)
     ]
-    Path("chats.jsonl").write_text(json.dumps({"messages": said}) + "\n")
-    succeed("data", "prepare", "--tokenizer", "tokenizer", "--out", "t", "chats.jsonl", *words)
+    write_rows(Path("chats.jsonl"), {"chat": said})
+    words = ("--column", "messages=chat", *words)
+    excerpt = succeed(
+        "data", "prepare", "--tokenizer", "tokenizer", "--out", "t", "chats.jsonl", *words
+    )
+    assert "«b<|im_end|>»" in excerpt
     text = succeed("data", "show", "t", "--trained-only")
     assert method in text
     assert " ".join(text.splitlines()[-len(answers.split()) :]) == answers
     found = json.loads(succeed("data", "show", "t", "--json"))
-    assert (found["mask_method"], found["train_on"]) == (
-        "turns",
-        words[1] if words else "assistant",
-    )
+    asked = "last" if "last" in words else "assistant"
+    assert (found["mask_method"], found["train_on"]) == ("turns", asked)
 
 
 def test_prepare_ends_with_an_excerpt(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tokenizer(tmp_path / "tokenizer", CHATML)
     said = [{"role": r, "content": f"{r} " * 400} for r in ("user", "assistant") * 20]
-    Path("chats.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    write_rows(Path("chats.jsonl"), {"messages": said})
     text = succeed("data", "prepare", "--tokenizer", "tokenizer", "--out", "t", "chats.jsonl")
     assert text.endswith("[... and 29 more pieces; sppo data show prints all]\n")
     assert text.count("\n[...]\n") == 12
@@ -119,6 +112,5 @@ def test_prepare_ends_with_an_excerpt(tmp_path, monkeypatch):
 
 
 def test_documents_that_are_not_there(data: Path) -> None:
-    result = call("data", "show", data, 2)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "tokens: no document 2; there are 2 documents, numbered from 0" in result.stderr
+    said = refuse("data", "show", data, 2)
+    assert "tokens: no document 2; there are 2 documents, numbered from 0" in said

@@ -89,6 +89,15 @@ def template(name):
     return MISTRAL if name == "mistral" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
 
 
+def with_json_arguments(messages):
+    """Return messages whose calls have their arguments as JSON."""
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return messages
+
+
 def write_tokenizer(folder, text=None):
     """Write a tokenizer of bytes with the special tokens that stand in a template."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,15 @@ import pytest
 
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.tokens import open_tokens
-from tests.data.chats import ASKED, CALLED, REASONED, TOOLS, template, write_tokenizer
+from tests.data.chats import (
+    ASKED,
+    CALLED,
+    REASONED,
+    TOOLS,
+    template,
+    with_json_arguments,
+    write_tokenizer,
+)
 
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -112,10 +120,7 @@ def test_chats_from_every_kind_of_file(tmp_path):
     """Tables give each message the keys of all: those without a value are none of it."""
     datasets = pytest.importorskip("datasets")
     model = write_tokenizer(tmp_path / "model", template("qwen3"))
-    called = json.loads(json.dumps(CALLED))
-    for message in called:
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    called = with_json_arguments(CALLED)
     called[1]["content"] = None
     rows = [
         {"messages": called, "tools": TOOLS},
@@ -171,6 +176,7 @@ def test_damage_is_named_with_the_row_before(tmp_path):
     [
         ("x.json", b'{"text":\n"a"}', "x.json:1: not JSON.* a row is an object"),
         ("x.json", b"[1]", "x.json, row 1: a int, not an object"),
+        ("x.jsonl", b'{"text": "a"}\n' + b"[" * 3000, "x.jsonl:2: nested too deeply"),
         ("x.json", b'[{"text": "a"}, {"text": 3}]', 'x.json, row 2: no string under "text"'),
         ("x.json", b'[{"text": "a"}', "x.json: not JSON"),
         ("x.jsonl.gz", b"text", "x.jsonl.gz: cannot be read: Not a gzipped file"),

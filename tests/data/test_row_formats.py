@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.tokens import TOKENIZER_FILES, open_tokens
-from tests.data.chats import CALLED, REASONED, TOOLS, template, write_tokenizer
+from tests.data.chats import CALLED, REASONED, TOOLS, template, with_json_arguments, write_tokenizer
 from tests.data.rows import (
     ASKED,
     END,
@@ -132,10 +132,7 @@ def test_what_is_recorded_and_kept_with_the_tokens(tokenizer, tmp_path):
 def test_tool_calls_in_their_usual_forms(tmp_path):
     """Arguments as a mapping or as JSON, tools as a list or as JSON: the same tokens."""
     model = write_tokenizer(tmp_path / "qwen", template("qwen3"))
-    as_text = json.loads(json.dumps(CALLED))
-    for message in as_text:
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    as_text = with_json_arguments(CALLED)
     path = write_rows(tmp_path / "x.jsonl", {"messages": CALLED, "tools": TOOLS})
     other = write_rows(tmp_path / "y.jsonl", {"messages": as_text, "tools": json.dumps(TOOLS)})
     first = prepared(model, path)

@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from sppo.cli.data.commands import app
 from sppo.data.run_tokens import check_tokens
 from sppo.data.tokens import open_tokens
 from tests.data.rows import (
     ASKED,
     END,
-    SAID,
     documents,
     prepared,
     write_chatml_tokenizer,
@@ -119,13 +116,3 @@ def test_runs_of_chats_neither_join_nor_cut_them_unasked(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"sequence.longer refuse: 3 of 3 documents are longer"):
         check(longest - 1, **documents)
     check(longest - 1, sequence={"longer": "cut"}, **documents)
-
-
-def test_the_first_document_is_shown(tokenizer, tmp_path):
-    path = write_rows(tmp_path / "x.jsonl", MESSAGES)
-    words = ["prepare", "--tokenizer", str(tokenizer), "--chat-template", "chatml", str(path),
-             "--out", str(tmp_path / "tokens"), "--column", "messages=messages"]  # fmt: skip
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert SAID.strip() in result.stdout
-    assert CliRunner().invoke(app, [*words, "--column", "text"]).exit_code == 2
