@@ -8,6 +8,7 @@ import pytest
 from sppo.data.chat.conversation import Chat
 from sppo.data.chat.template import CHATML, ChatTemplate
 from tests.data.chats import MISTRAL, template, write_tokenizer
+from tests.tiers import exhaustive
 
 WORDS = ("<|im_end|>", "assistant\n", "<|im_start|>assistant\n", " ", "\n", "é", '"\\', "</think>")
 
@@ -166,7 +167,7 @@ def test_marks_around_the_stop(folder, tmp_path):
     assert pieces(marked) == ["b<|im_end|>", "d<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3_training", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", *exhaustive("chatml", "llama3_training", "mistral")])
 def test_time_is_linear(name, folder, tmp_path):
     made = loaded(folder, tmp_path, CHATML if name == "chatml" else template(name))
 

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from sppo.data.chat.conversation import Chat
 from sppo.data.chat.template import ChatTemplate
 from tests.data.chats import ASKED, CALLED, REASONED, TOOLS, template, write_tokenizer
+from tests.tiers import default_of, exhaustive
 
 ORIGINALS = (
     "llama3_1",
@@ -27,6 +28,8 @@ ORIGINALS = (
     "lfm2",
     "nemotron_3_nano",
 )
+USUAL = ("llama3_1", "qwen3", "gemma3", "gptoss", "deepseekv3")
+"""Families that differ in headers, reasoning, roles, channels and stops."""
 CHATS = {
     "asked": Chat(ASKED, None, {}, 4, (True,) * 5),
     "reasoned": Chat(REASONED, None, {"enable_thinking": False}, None, (True,) * 4),
@@ -46,7 +49,7 @@ def rendered_by_transformers(tmp_path, chat, **options):
     )
 
 
-@pytest.mark.parametrize("name", ORIGINALS)
+@pytest.mark.parametrize("name", default_of(ORIGINALS, *USUAL))
 def test_ids_are_those_of_transformers(name, tmp_path):
     made = loaded(tmp_path, template(name), date=str(date.today()))
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
@@ -65,7 +68,9 @@ def test_ids_are_those_of_transformers(name, tmp_path):
     assert rendered >= 1
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "gptoss", "gemma3", "phi3", "cohere"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3", "gptoss", *exhaustive("gemma3", "phi3", "cohere")]
+)
 def test_marks_are_those_of_transformers(name, tmp_path):
     made = loaded(tmp_path, template(f"{name}_training"), date=str(date.today()))
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
@@ -87,7 +92,7 @@ SUPPLIED = {"<｜Assistant｜>", "<|start|>assistant", "<think>", "<think></thin
 """What trl's templates mark though whoever generates supplies it, or though the turn is over."""
 
 
-@pytest.mark.parametrize("name", sorted({*ORIGINALS, "llama3"} - UNLIKE))
+@pytest.mark.parametrize("name", default_of(sorted({*ORIGINALS, "llama3"} - UNLIKE), *USUAL[1:]))
 def test_spans_are_the_marks_of_trl(name, tmp_path):
     ours = loaded(tmp_path / "ours", template(name))
     trl = loaded(tmp_path / "trl", template(f"{name}_training"))

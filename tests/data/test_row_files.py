@@ -17,6 +17,7 @@ from tests.data.chats import (
     with_json_arguments,
     write_tokenizer,
 )
+from tests.tiers import exhaustive
 
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -138,7 +139,7 @@ def test_chats_from_every_kind_of_file(tmp_path):
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.parquet", "x.arrow"])
+@pytest.mark.parametrize("name", ["x.arrow", *exhaustive("x.jsonl.gz", "x.jsonl.zst", "x.parquet")])
 def test_damaged_files(tmp_path, name):
     """Wherever a file is cut or has another byte: an error of one line that names it, or none."""
     rows = [{"text": random.Random(number).randbytes(200).hex()} for number in range(60)]
