@@ -72,7 +72,7 @@ def test_time_of_a_rendering_is_the_date(tmp_path):
     text = "{{ strftime_now('%d %b %Y') }} {{ strftime_now('%H:%M') }}"
     assert render(text, {}, today=TODAY)[0] == "26 Jul 2024 00:00"
     folder = write_tokenizer(tmp_path, text)
-    asked = Chat(tuple(ASKED), None, {}, None, (True,) * 5)
+    asked = Chat(tuple(ASKED))
     for day in ("2026-01-02", "02 Jan 2026"):
         marked = ChatTemplate.load(folder, date=day).marked(asked, "all")
         assert marked.text == "02 Jan 2026 00:00"
@@ -82,7 +82,7 @@ def test_time_of_a_rendering_is_the_date(tmp_path):
 
 def test_template_of_a_file_and_of_the_settings(tmp_path):
     folder = write_tokenizer(tmp_path, "{{ eos_token }} settings")
-    chat = Chat(tuple(ASKED), None, {}, None, (True,) * 5)
+    chat = Chat(tuple(ASKED))
 
     def rendered(option=None):
         return ChatTemplate.load(folder / "tokenizer.json", option).marked(chat, "all").text
@@ -106,7 +106,7 @@ def test_named_templates_are_chosen_as_in_transformers(tmp_path):
     made, theirs = ChatTemplate.load(folder), AutoTokenizer.from_pretrained(folder)
     for tools in (None, TOOLS):
         text = theirs.apply_chat_template(list(ASKED), tools=tools, tokenize=False)
-        assert made.marked(Chat(tuple(ASKED), tools, {}, None, (True,) * 5), "all").text == text
+        assert made.marked(Chat(tuple(ASKED), tools=tools), "all").text == text
     settings["chat_template"] = [{"name": "rag", "template": ""}]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="no entry called default, only rag"):

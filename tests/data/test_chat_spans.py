@@ -29,7 +29,7 @@ def loaded(folder, tmp_path, text):
 def chat_of(*texts, **changes):
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    chat = Chat(tuple(messages), None, {}, None, (True,) * len(messages))
+    chat = Chat(tuple(messages))
     return replace(chat, **changes)
 
 
@@ -69,15 +69,15 @@ def test_thinking_of_a_user_is_no_part_of_an_answer(folder, tmp_path):
 @pytest.mark.parametrize(("train_on", "expected"), [("assistant", "bf"), ("last", "f")])
 def test_messages_are_chosen_by_flag_and_place(train_on, expected, folder):
     made = ChatTemplate.load(folder, "chatml")
-    chat = chat_of(*"abcdef", trained=(True, True, True, False, True, True))
+    chat = chat_of(*"abcdef", untrained={3})
     assert pieces(made.marked(chat, train_on)) == [f"{c}<|im_end|>" for c in expected]
-    untrained = chat_of(*"ab", trained=(True, False))
+    untrained = chat_of(*"ab", untrained={1})
     assert made.marked(untrained, train_on).trained == ()
 
 
 def test_marks_of_chosen_messages(folder, tmp_path):
     made = loaded(folder, tmp_path, template("llama3_training"))
-    chat = chat_of(*"abcd", trained=(True, False, True, True))
+    chat = chat_of(*"abcd", untrained={1})
     assert pieces(made.marked(chat)) == ["d<|eot_id|>"]
     assert pieces(made.marked(chat_of(*"abcd"), "last")) == ["d<|eot_id|>"]
 

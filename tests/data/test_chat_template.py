@@ -31,10 +31,10 @@ ORIGINALS = (
 USUAL = ("llama3_1", "qwen3", "gemma3", "gptoss", "deepseekv3")
 """Families that differ in headers, reasoning, roles, channels and stops."""
 CHATS = {
-    "asked": Chat(ASKED, None, {}, 4, (True,) * 5),
-    "reasoned": Chat(REASONED, None, {"enable_thinking": False}, None, (True,) * 4),
-    "last": Chat(tuple(REASONED[2:]), None, {}, None, (True,) * 2),
-    "called": Chat(CALLED, TOOLS, {}, None, (True,) * 8),
+    "asked": Chat(ASKED, prompt_messages=4),
+    "reasoned": Chat(REASONED, template_values={"enable_thinking": False}),
+    "last": Chat(tuple(REASONED[2:])),
+    "called": Chat(CALLED, tools=TOOLS),
 }
 
 

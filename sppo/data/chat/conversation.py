@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -15,15 +15,15 @@ class Chat:
 
     messages: tuple[dict[str, Any], ...]
     """Mappings with ``role`` and ``content``, or with ``tool_calls`` or ``reasoning_content``."""
-    tools: list[Any] | None
+    _: KW_ONLY
+    tools: list[Any] | None = None
     """JSON schemas of the functions that the assistant may call; None without tools."""
-    template_values: dict[str, Any]
+    template_values: dict[str, Any] = field(default_factory=dict)
     """Further values of the template, such as ``enable_thinking``."""
-    prompt_messages: int | None
+    prompt_messages: int | None = None
     """Number of leading messages that are the prompt; None if no prompt is set apart."""
-    trained: tuple[bool, ...]
-    """For each message, whether it may be trained on; messages of others than the assistant are
-    never trained on as such."""
+    untrained: frozenset[int] = frozenset()
+    """Indices of messages of the assistant that are not to be trained on, and of any others."""
 
     def answers(self, *, after_prompt: bool = False) -> tuple[int, ...]:
         """Return the indices of the messages of the assistant, all or those after the prompt."""

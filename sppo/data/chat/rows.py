@@ -59,11 +59,13 @@ def chat_of(values: Mapping[str, Any], source: str) -> Chat:
             f"{source}: the first message is the assistant's; begin with one of the user or system"
         )
     return Chat(
-        messages=messages,
+        messages,
         tools=_tools(values.get("tools"), source),
         template_values=_template_values(values.get("chat_template_kwargs"), source),
         prompt_messages=prompt_messages,
-        trained=tuple(_is_trained(message, where) for where, message in named),
+        untrained=frozenset(
+            index for index, (where, message) in enumerate(named) if not _is_trained(message, where)
+        ),
     )
 
 

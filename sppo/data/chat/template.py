@@ -112,7 +112,7 @@ class ChatTemplate:
 
         if has_marks(self.text):
             return "marked"
-        asked = Chat(({"role": "user", "content": "Q"},), None, {}, None, (True,))
+        asked = Chat(({"role": "user", "content": "Q"},))
         try:
             without, prompted = (
                 self._render(asked, asked.messages, "", add_generation_prompt=prompt)[0]
@@ -141,7 +141,7 @@ class ChatTemplate:
             return MarkedText(text, None)
         answers = chat.answers(after_prompt=train_on == "completion")
         last = answers[-1:] if train_on == "last" else answers
-        wanted = tuple(number for number in last if chat.trained[number])
+        wanted = tuple(number for number in last if number not in chat.untrained)
         if train_on == "completion" and wanted == answers:
             prompt = self._prompt(chat, source)
             if not text.startswith(prompt):
@@ -209,8 +209,7 @@ class ChatTemplate:
         """
 
         def rendered(messages: tuple[dict[str, Any], ...]) -> Rendered:
-            chat = Chat(messages, None, {}, None, (True,) * len(messages))
-            return self._render(chat, messages, "")
+            return self._render(Chat(messages), messages, "")
 
         try:
             return answer_stops(rendered, self._special_tokens)
@@ -224,7 +223,7 @@ class ChatTemplate:
             ValueError: The template refuses it.
         """
         messages = ({"role": "user", "content": text},)
-        chat = Chat(messages, None, {"enable_thinking": False}, None, (True,))
+        chat = Chat(messages, template_values={"enable_thinking": False})
         return self._render(chat, messages, "question", add_generation_prompt=True)[0]
 
     def _prompt(self, chat: Chat, source: str) -> str:
