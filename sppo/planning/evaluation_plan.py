@@ -11,12 +11,9 @@ from sppo.cost.memory.state_memory import state_memory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.run_plan import evaluation_boundaries, plan_run
+from sppo.planning.run_plan import evaluation_boundaries, plan_without_limits
 from sppo.planning.validation_plan import SetPlan, SetPlanner
 from sppo.schedule.orders.names import LOOPED
-
-_UNBOUNDED_BYTES = 1 << 60
-"""Memory of a plan of which only the layout is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +53,7 @@ def plan_evaluation(
     """
     nearest: tuple[SetPlanner, SetPlan] | None = None
     for attempt in _layout_runs(run, hardware=hardware):
-        layout = plan_run(
-            attempt,
-            hardware=hardware,
-            available_bytes=_UNBOUNDED_BYTES,
-            disk_bytes=_UNBOUNDED_BYTES,
-            host_bytes=_UNBOUNDED_BYTES if hardware.device.kind == "cuda" else 0,
-        )
+        layout = plan_without_limits(attempt, hardware=hardware)
         alone = [_weights_alone(rank) for rank in state_memory(layout.candidate())]
         planner = SetPlanner(run, step=layout.candidate(), training=alone)
         rows = planner.plan("data", lengths, room_bytes=room_bytes)

@@ -22,15 +22,13 @@ from sppo.hardware.this_machine import find_gpus
 from sppo.model.hf_files import check_headers
 from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.run_plan import plan_run
+from sppo.planning.run_plan import plan_without_limits
 from sppo.planning.search.choices import Degrees, degree_problems
 from sppo.quoting import quoted
 from sppo.report.tracking.trackers import check_package
 from sppo.training.run_directory import check_output
 from sppo.training.starting_checkpoint import check_start, check_start_vocabulary
 
-_UNBOUNDED_BYTES = 1 << 60
-"""Memory of a test plan, so that it can fail only for reasons other than memory."""
 _TENSORBOARD = "train.tensorboard"
 _BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 """Errors caused by a wrong path in a run file; other errors of the system are not caught."""
@@ -146,13 +144,7 @@ def _check_plan(run: RunConfig) -> None:
     machine = PRESETS["h100" if device_kind(run) == "cuda" else "laptop-cpu"]
     hardware = hardware_for(run.hardware, this_machine=machine)
     try:
-        plan_run(
-            run_of_longest_samples(run),
-            hardware=hardware,
-            available_bytes=_UNBOUNDED_BYTES,
-            disk_bytes=_UNBOUNDED_BYTES,
-            host_bytes=_UNBOUNDED_BYTES if hardware.device.kind == "cuda" else 0,
-        )
+        plan_without_limits(run_of_longest_samples(run), hardware=hardware)
     except MemoryError:  # for a tier whose size the run file limits
         return
 

@@ -16,7 +16,6 @@ from operator import itemgetter
 import numpy as np
 
 from sppo.activations.placement import Counts
-from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.attention_block_sizes import PREFIX_KEYS
 from sppo.cost.live_sets.gpu_attention_live_sets import CALL_ELEMENTS, SPAN_KEYS
@@ -72,12 +71,6 @@ def same_prefixes(workload: Workload, *, tokens: Counts, prefixes: Counts) -> Co
     in_parts = np.where(prefixes + tokens <= of_a_call, long, max(long, of_a_call))
     shortest: Counts = np.where(prefixes <= long, prefixes, in_parts)
     return shortest
-
-
-def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:
-    """Return the largest live set of a layer's forward that saves nothing."""
-    sizes = TensorSizes(workload, tokens)
-    return _largest(layer_forward(sizes, recomputed=frozenset((ATTENTION, LINEAR))))
 
 
 @lru_cache(maxsize=1 << 12)
