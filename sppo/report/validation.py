@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sppo.report.metrics import NanIfNull
 from sppo.units import format_duration
@@ -63,24 +63,6 @@ class Progress:
     best_step: int = 0
     without_improvement: int = 0
 
-    def then(self, value: float, step: int, *, is_loss: bool, least: float) -> Progress:
-        """Return the progress after a further validation; NaN and infinity never improve.
-
-        Args:
-            value: What is watched.
-            step: Number of optimizer steps done.
-            is_loss: Whether lower values are better.
-            least: Least change that counts as an improvement.
-        """
-        change = math.inf if self.best is None else value - self.best
-        gain = -change if is_loss and self.best is not None else change
-        if math.isfinite(value) and gain > 0 and gain >= least:
-            return Progress(value, step)
-        return Progress(self.best, self.best_step, self.without_improvement + 1)
-
-
-NO_PROGRESS = Progress()
-
 
 def perplexity_of(loss: float) -> float:
     """Return the perplexity of a mean loss in nats; infinity beyond the range of a float."""
@@ -92,9 +74,9 @@ def progress_of(
     *,
     watched: tuple[str, str],
     least: float,
-    before: Progress = NO_PROGRESS,
+    before: Progress | None = None,
 ) -> Progress:
-    """Return the progress after some validations.
+    """Return the progress after some validations; NaN and infinity never improve.
 
     Args:
         records: Results in the order of their steps.
@@ -102,14 +84,20 @@ def progress_of(
         least: Least change that counts as an improvement.
         before: Progress before them.
     """
-    found, (name, measure) = before, watched
+    found, (name, measure) = before or Progress(), watched
+    sign = -1 if measure == "loss" else 1
     for record in records:
+        if record.set != name:
+            continue
         value = getattr(record, measure)
-        if record.set == name:
-            # Of weights that give no numbers, no figure says how good they are.
-            is_known = value is not None and math.isfinite(record.loss)
-            value = value if is_known else math.nan
-            found = found.then(value, record.step, is_loss=measure == "loss", least=least)
+        # Of weights that give no numbers, no figure says how good they are.
+        if value is None or not math.isfinite(record.loss):
+            value = math.nan
+        gain = math.inf if found.best is None else sign * (value - found.best)
+        if math.isfinite(value) and gain > 0 and gain >= least:
+            found = Progress(value, record.step)
+        else:
+            found = replace(found, without_improvement=found.without_improvement + 1)
     return found
 
 
