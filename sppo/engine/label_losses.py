@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -50,10 +51,17 @@ class LabelLosses:
         """Return the sums of each document of the sequence.
 
         Args:
-            document_starts: Those of the sequence, the first of which is 0. Each sample of a packed
-                sequence begins at one.
+            document_starts: Those of the sequence, the first of which is 0.
         """
-        return self._sums(self._documents(document_starts), len(document_starts))
+        return self._sums(self.documents(document_starts), len(document_starts))
+
+    def by_sample(self, lengths: Sequence[int]) -> LabelSums:
+        """Return the sums of each sample of a packed sequence.
+
+        Args:
+            lengths: Tokens of each sample, in their order; padding may follow the last.
+        """
+        return self.by_document([0, *accumulate(lengths[:-1])])
 
     def by_position(self, document_starts: Sequence[int], edges: Sequence[int]) -> LabelSums:
         """Return the sums of each range of positions of tokens in their documents.
@@ -63,11 +71,11 @@ class LabelLosses:
             edges: Ascending ends of all ranges but the last: (64, 128) makes [0, 64), [64, 128)
                 and the rest.
         """
-        starts = np.asarray(document_starts)[self._documents(document_starts)]
+        starts = np.asarray(document_starts)[self.documents(document_starts)]
         groups = np.searchsorted(edges, self.positions_L.numpy() - starts, side="right")
         return self._sums(groups, len(edges) + 1)
 
-    def _documents(self, document_starts: Sequence[int]) -> NDArray[np.int64]:
+    def documents(self, document_starts: Sequence[int]) -> NDArray[np.int64]:
         """Return the index of the document of each label."""
         return np.searchsorted(document_starts, self.positions_L.numpy(), side="right") - 1
 

@@ -13,6 +13,7 @@ from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.engine.engine import Engine
 from sppo.kernels.labels import IGNORED_LABEL
+from sppo.planning.validation_plan import SetPlan
 from sppo.training.starting_weights import starting_weights
 from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
 from sppo.training.validation.sums import bins_of
@@ -86,7 +87,7 @@ def test_samples_as_the_plain_model_says(work, run_file):
     assert few.num_tokens == sum(samples.lengths([0, 1]))
 
 
-def test_sums_of_each_sample_and_exact_matches(work, run_file):
+def test_correct_labels_of_each_sample_and_exact_matches(work, run_file):
     starts = (3, 5, 50, 51, LENGTH, 2 * LENGTH + 9)
     write_tokens(work / "documents", num_tokens=3 * LENGTH, documents=starts)
     data = {"tokens": "documents", "samples": "documents"}
@@ -94,21 +95,20 @@ def test_sums_of_each_sample_and_exact_matches(work, run_file):
     weights = {name: weight.double() for name, weight in starting_weights(run)}
     samples = TrainingData.of(run, open_tokens(run.data.tokens))
     engine = Engine(run.model, weights=weights, gradients=None)
-    whole = EvaluatedSet.of(samples, boundaries=(0, LENGTH // 2, LENGTH), packs=True)
-    found = evaluate_set(job_alone(run), engine, whole)
-    correct, exact = [], 0
+    plan = SetPlan("data", (0, LENGTH // 2, LENGTH), samples.num_samples, 1, 0.0, 0.0, ())
+    found = evaluate_set(job_alone(run), engine, EvaluatedSet.of(run, samples, plan))
+    correct, exact, total = [], 0, 0.0
     for index in range(samples.num_samples):
         row = samples.row([index])
         best = reference_logits(run.model, weights, row).argmax(1)
         correct.append(int((best == row.labels_S).sum()))
         exact += correct[-1] == len(row.labels_S)
-        losses = reference_token_losses(run.model, weights, row)
-        assert found.sample_losses[index] == pytest.approx(float(losses.sum()))
+        total += float(reference_token_losses(run.model, weights, row).sum())
     assert found.sample_correct.tolist() == correct
     assert found.sample_labels.tolist() == list(samples.lengths(range(samples.num_samples)))
     assert found.accuracy == sum(correct) / found.num_labels
     assert found.exact == exact / samples.num_samples
-    assert found.loss == pytest.approx(found.sample_losses.sum() / found.num_labels)
+    assert found.loss == pytest.approx(total / found.num_labels)
 
 
 def test_no_label_that_counts(work, run_file):

@@ -17,14 +17,13 @@ from sppo.data.run_tokens import open_evaluated
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import TokenData
 from sppo.engine.engine import Engine
-from sppo.planning.evaluated_rows import Row
 from sppo.planning.evaluation_plan import EvaluationPlan, plan_evaluation
 from sppo.report.validation import perplexity_of
 from sppo.training.attention_in_use import load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.evaluation.forward_engine import WeightSource, forward_engine
 from sppo.training.job import Job, token_facts, weight_facts
-from sppo.training.validation.evaluate import EvaluatedSet, RowLosses, evaluate_set
+from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
 from sppo.training.validation.sums import PositionLoss, SetLosses
 from sppo.units import counted
 
@@ -80,32 +79,10 @@ class Evaluation:
 class ReadyEvaluation:
     """Engine with weights, and the data that it evaluates, on one rank."""
 
-    job: Job
     engine: Engine
     data: TokenData
     whole: EvaluatedSet
-    plan: EvaluationPlan
     weights: WeightSource
-
-    def losses(
-        self,
-        on_samples: Callable[[int], None],
-        on_round: Callable[[Sequence[Row], Sequence[RowLosses]], None] = lambda rows, losses: None,
-    ) -> SetLosses:
-        """Return the losses of the data. Collective.
-
-        Args:
-            on_samples: As in :func:`.validation.evaluate.evaluate_set`.
-            on_round: As in :func:`.validation.evaluate.evaluate_set`.
-        """
-        return evaluate_set(
-            self.job,
-            self.engine,
-            self.whole,
-            round_s=self.plan.rows.round_s,
-            on_samples=on_samples,
-            on_round=on_round,
-        )
 
 
 @contextmanager
@@ -136,16 +113,9 @@ def ready_evaluation(
     (least,) = peers.largest([-device.free_bytes(local_ranks=job.local_ranks)])
     lengths = samples.lengths(range(count))
     plan = peers.decided_by_main(lambda: _plan(job, lengths, room_bytes=-int(least)))
-    whole = EvaluatedSet.of(
-        samples,
-        boundaries=plan.rows.boundaries,
-        packs=run.data.samples == "documents",
-        most=most,
-        degree=run.parallel.sequence_parallel_degree,
-        at_once=plan.rows.at_once,
-    )
+    whole = EvaluatedSet.of(run, samples, plan.rows)
     with job.progress.failing(), forward_engine(job, plan.layout, source) as (engine, weights):
-        yield ReadyEvaluation(job, engine, data, whole, plan, weights)
+        yield ReadyEvaluation(engine, data, whole, weights)
 
 
 def _plan(job: Job, lengths: Sequence[int], *, room_bytes: int) -> EvaluationPlan:
@@ -183,9 +153,11 @@ def evaluate(
     """
     run = job.run
     with ready_evaluation(job, source, most=most) as ready:
-        count = ready.whole.num_samples
-        found = ready.losses(lambda done: on_sequence(done, count))
-    are_samples = run.data.samples == "documents"
+        whole, count = ready.whole, ready.whole.plan.num_samples
+        found = evaluate_set(
+            job, ready.engine, whole, on_samples=lambda done: on_sequence(done, count)
+        )
+    are_samples = whole.are_documents
     if not found.num_labels:
         what = counted(count, "sample" if are_samples else "sequence")
         raise ValueError(_NO_LABEL.format(directory=ready.data.directory, counted=what))
@@ -202,7 +174,7 @@ def evaluate(
         are_samples,
         found.accuracy,
         found.exact if are_samples else None,
-        _needles(ready.data, ready.whole, found) if are_samples else None,
+        _needles(ready.data, whole, found) if are_samples else None,
     )
 
 

@@ -14,7 +14,7 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.evaluated_rows import Row
 from sppo.training.evaluation.evaluated_run import ready_evaluation
 from sppo.training.job import Job
-from sppo.training.validation.evaluate import RowLosses
+from sppo.training.validation.evaluate import RowLosses, evaluate_set
 
 Columns = NDArray[np.float64]
 """[labels, 4] Document of each label, its position there, its loss, and 1 if it is predicted."""
@@ -51,7 +51,7 @@ def score(
     Args:
         job: Job of a run of whole documents that passed
             :func:`sppo.training.input_checks.check_evaluation`.
-        source: As in :func:`.evaluation.ready_evaluation`.
+        source: As in :func:`.evaluated_run.ready_evaluation`.
         on_document: Called on rank 0 with the score of each document, in order.
         on_done: Called with the number of documents with labels done, and of all.
 
@@ -60,9 +60,15 @@ def score(
         MemoryError: The scoring does not fit.
     """
     with ready_evaluation(job, source) as ready:
-        samples, count = ready.whole.samples, ready.whole.num_samples
+        samples, count = ready.whole.samples, ready.whole.plan.num_samples
         documents = _Documents(ready.data.document_offsets, samples, job.peers, on_document)
-        ready.losses(lambda done: on_done(done, count), documents.add)
+        evaluate_set(
+            job,
+            ready.engine,
+            ready.whole,
+            on_samples=lambda done: on_done(done, count),
+            on_round=documents.add,
+        )
         documents.add_up_to(ready.data.num_documents)
 
 
@@ -123,7 +129,7 @@ class _Documents:
             return np.empty((0, 4))
         found, starts = losses.labels, np.asarray(losses.data.document_starts)
         predicting = found.positions_L.numpy()
-        places = np.searchsorted(starts, predicting, side="right") - 1
+        places = found.documents(losses.data.document_starts)
         own = self._of_samples[np.asarray(losses.row.samples)[places]]
         values = (found.losses_L.double().cpu().numpy(), found.correct_L.cpu().numpy())
         return np.stack([own, predicting - starts[places] + 1, *values], axis=1)

@@ -33,16 +33,13 @@ def by_source(
     if names is None:
         return None
     tokens, labels, losses = np.zeros((3, len(names)))
-    for samples, sequence, own in zip(work.own, work.sequences, result.losses, strict=True):
+    for samples, own in zip(work.own, result.losses, strict=True):
         lengths = data.lengths(samples)
         sources = np.array([data.table.source_of(sample) for sample in samples])
         np.add.at(tokens, sources, np.array(lengths) * job.mesh.speaks_for_replica)
-        # Documents that begin in the padding at the end have no labels.
-        starts = sequence.document_starts
-        within = np.searchsorted(np.cumsum(lengths)[:-1], starts, side="right")
-        sums = own.by_document(starts)
-        np.add.at(labels, sources[within], sums.labels_G)
-        np.add.at(losses, sources[within], sums.losses_G)
+        sums = own.by_sample(lengths)
+        np.add.at(labels, sources, sums.labels_G)
+        np.add.at(losses, sources, sums.losses_G)
     told = np.array(job.peers.total([*tokens, *labels, *losses])).reshape(3, -1)
     return {
         name: SourceMetrics(int(of_tokens), int(count), loss / count if count else math.nan)

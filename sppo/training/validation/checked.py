@@ -29,7 +29,7 @@ class CheckedValidation:
     @property
     def watched(self) -> tuple[str, str]:
         """Name of the watched set, and what is watched of it: loss, accuracy or exact."""
-        return self.config.watched(self.sets[0].name)
+        return self.config.watched(self.sets[0].plan.name)
 
 
 def check_validation(job: Job, plan: ExecutionPlan) -> CheckedValidation | None:
@@ -60,15 +60,7 @@ def check_validation(job: Job, plan: ExecutionPlan) -> CheckedValidation | None:
         peers.check_same(facts)
     planned, num_labels = peers.decided_by_main(lambda: _planned(job, plan, opened))
     sets = (
-        EvaluatedSet.of(
-            opened[own.name],
-            boundaries=own.boundaries,
-            packs=run_of_set(run, run.evaluated_sets[own.name]).data.samples == "documents",
-            most=own.num_samples,
-            degree=plan.sequence_parallel_degree,
-            name=own.name,
-            at_once=own.at_once,
-        )
+        EvaluatedSet.of(run_of_set(run, run.evaluated_sets[own.name]), opened[own.name], own)
         for own in planned.sets
     )
     return CheckedValidation(run.validation, planned, tuple(sets), num_labels)

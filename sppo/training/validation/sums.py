@@ -1,4 +1,4 @@
-"""Sums of the losses of a set: of all labels, by position in the context, and by sample.
+"""Losses of a set, in total and by position in the context, and exact matches of its samples.
 
 The mean loss is the sum over all labels divided by their number, both over all replicas. It is the
 same for any degrees of parallelism and any packing, up to rounding in fp64.
@@ -19,7 +19,6 @@ from sppo.engine.label_losses import LabelLosses
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.evaluated_rows import Row
-from sppo.training.validation.rows import sample_of_tokens
 
 _FIRST_BIN_TOKENS = 64
 
@@ -42,8 +41,6 @@ class SetLosses:
     """Sum of the losses of all labels, in nats."""
     num_labels: int
     by_position: tuple[PositionLoss, ...]
-    sample_losses: NDArray[np.float64]
-    """Sum of the losses of each sample."""
     sample_labels: NDArray[np.int64]
     """Number of labels of each sample."""
     sample_correct: NDArray[np.int64]
@@ -85,8 +82,8 @@ class LossSums:
 
     def __init__(self, *, length: int, num_samples: int) -> None:
         self._bins = bins_of(length)
-        # Columns: losses, labels, correct predictions.
-        self._of_bins, self._of_samples = np.zeros((len(self._bins), 3)), np.zeros((num_samples, 3))
+        # Columns: losses and labels; labels and correct predictions.
+        self._of_bins, self._of_samples = np.zeros((len(self._bins), 2)), np.zeros((num_samples, 2))
 
     def add(self, samples: TrainingData, row: Row, data: SequenceData, found: LabelLosses) -> None:
         """Add the losses of a row.
@@ -99,19 +96,18 @@ class LossSums:
         """
         if not row.samples:
             return
-        starts = data.document_starts
-        of_bins = found.by_position(starts, [end for _, end in self._bins[:-1]])
-        self._of_bins += np.stack(of_bins, 1)
-        places = sample_of_tokens(samples, row)[list(starts)].numpy()
-        of_documents = np.stack(found.by_document(starts), 1)
-        np.add.at(self._of_samples, np.array(row.samples)[places], of_documents)
+        ends = [end for _, end in self._bins[:-1]]
+        of_bins = found.by_position(data.document_starts, ends)
+        self._of_bins += np.stack((of_bins.losses_G, of_bins.labels_G), 1)
+        own = found.by_sample(samples.lengths(row.samples))
+        self._of_samples[list(row.samples)] += np.stack((own.labels_G, own.correct_G), 1)
 
     def over_ranks(self, peers: HostCollectives) -> SetLosses:
         """Return the losses of all ranks. Collective."""
         mine = np.concatenate([self._of_bins, self._of_samples])
         told = np.array(peers.total(mine.ravel().tolist())).reshape(mine.shape)
-        losses, labels, _ = told[: len(self._bins)].T
-        of_samples, sample_labels, sample_correct = told[len(self._bins) :].T
+        losses, labels = told[: len(self._bins)].T
+        sample_labels, sample_correct = told[len(self._bins) :].T
         return SetLosses(
             float(losses.sum()),
             round(labels.sum()),
@@ -120,7 +116,6 @@ class LossSums:
                 for edges, loss, count in zip(self._bins, losses, labels, strict=True)
                 if count
             ),
-            of_samples,
             sample_labels.astype(np.int64),
             sample_correct.astype(np.int64),
         )

@@ -23,6 +23,7 @@ from sppo.training.job import Job
 from sppo.training.state import TrainingState
 from sppo.training.validation.checked import CheckedValidation
 from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
+from sppo.training.validation.sums import SetLosses
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +110,17 @@ class Validator:
         device.trim()
         device.reset_peak()
         began_s, found = time.perf_counter(), []
-        for own, planned in zip(self._checked.sets, self._checked.plan.sets, strict=True):
-            found.append(
-                self._evaluated(
-                    own,
-                    step,
-                    round_s=planned.round_s,
-                    before_round=before_round,
-                    before_action=before_action,
-                )
+        for own in self._checked.sets:
+            set_began_s = time.perf_counter()
+            losses = evaluate_set(
+                self._job,
+                engine,
+                own,
+                before_round=before_round,
+                before_action=before_action,
             )
+            (seconds,) = self._job.peers.largest([time.perf_counter() - set_began_s])
+            found.append(_metrics(step, own, losses, seconds=seconds))
         # What the engine counted belongs to no step.
         engine.take_peaks()
         engine.take_copies()
@@ -134,38 +136,24 @@ class Validator:
             peak_bytes=device.peak_bytes(),
         )
 
-    def _evaluated(
-        self,
-        own: EvaluatedSet,
-        step: int,
-        *,
-        round_s: float,
-        before_round: Callable[[], object],
-        before_action: Callable[[int, Action], None],
-    ) -> ValidationMetrics:
-        began_s = time.perf_counter()
-        losses = evaluate_set(
-            self._job,
-            self._state.engine,
-            own,
-            round_s=round_s,
-            before_round=before_round,
-            before_action=before_action,
-        )
-        loss = losses.loss
-        (seconds,) = self._job.peers.largest([time.perf_counter() - began_s])
-        return ValidationMetrics(
-            step=step,
-            set=own.name,
-            loss=loss,
-            perplexity=perplexity_of(loss),
-            labels=losses.num_labels,
-            sequences=own.num_samples,
-            accuracy=losses.accuracy,
-            exact=losses.exact if own.are_documents else None,
-            by_position=tuple(
-                PositionMetrics(start=one.start, end=one.end, loss=one.loss, labels=one.num_tokens)
-                for one in losses.by_position
-            ),
-            seconds=seconds,
-        )
+
+def _metrics(
+    step: int, own: EvaluatedSet, losses: SetLosses, *, seconds: float
+) -> ValidationMetrics:
+    """Return the result of a set after so many steps."""
+    loss = losses.loss
+    return ValidationMetrics(
+        step=step,
+        set=own.plan.name,
+        loss=loss,
+        perplexity=perplexity_of(loss),
+        labels=losses.num_labels,
+        sequences=own.plan.num_samples,
+        accuracy=losses.accuracy,
+        exact=losses.exact if own.are_documents else None,
+        by_position=tuple(
+            PositionMetrics(start=one.start, end=one.end, loss=one.loss, labels=one.num_tokens)
+            for one in losses.by_position
+        ),
+        seconds=seconds,
+    )
