@@ -349,11 +349,16 @@ def _family_computes_it(run: RunConfig) -> Broken:
 
 
 def _positions_reach(run: RunConfig) -> Broken:
-    """A sequence is at most as long as the table of learned positions."""
+    """No sequence, also of a validation, is longer than the table of learned positions."""
     rows = run.model.max_positions
-    if run.model.position == "learned" and rows is not None and run.sequence.length > rows:
-        rule = f"longer than the {rows} learned positions; raise model.max_positions or shorten it"
-        yield "sequence.length", rule
+    if run.model.position != "learned" or rows is None:
+        return
+    rule = f"longer than the {rows} learned positions; "
+    if run.sequence.length > rows:
+        yield "sequence.length", f"{rule}raise model.max_positions or shorten it"
+    for name, own in run.evaluated_sets.items():
+        if own.length is not None and own.length > rows:
+            yield "validation.sets", f"{name}: length {own.length} is {rule}shorten it"
 
 
 def _validation_has_sets(run: RunConfig) -> Broken:
@@ -384,20 +389,6 @@ def _validation_has_sets(run: RunConfig) -> Broken:
         )
 
 
-def _validation_length_reaches(run: RunConfig) -> Broken:
-    """A sequence of a validation is at most as long as the table of learned positions."""
-    rows = run.model.max_positions
-    if run.model.position != "learned" or rows is None:
-        return
-    for name, own in run.evaluated_sets.items():
-        if own.length is not None and own.length > rows:
-            yield (
-                "validation.sets",
-                f"{name}: length {own.length} is longer than the {rows} learned positions; shorten "
-                "it",
-            )
-
-
 RULES = (
     _data_is_named_once,
     _window_fits,
@@ -417,7 +408,6 @@ RULES = (
     _replicas_share_no_step,
     _replicas_get_samples,
     _validation_has_sets,
-    _validation_length_reaches,
     _decay_suits_schedule,
 )
 
