@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from sppo.data.tokens import open_tokens
 from tests.conftest import refuse, succeed, tree, write_tokens
-from tests.model.hf_models import tiny_hf_model
+from tests.model.hf_models import log_probabilities, tiny_hf_model
 
 VOCAB_SIZE, LENGTH = 61, 48
 STARTS = (40, 41, 70, 130, 178)
@@ -28,14 +27,6 @@ def here(work: Path, model) -> Path:
     model.save_pretrained("model")
     write_tokens(work / "held", num_tokens=5 * LENGTH, vocab_size=VOCAB_SIZE, documents=STARTS)
     return work
-
-
-@torch.no_grad()
-def log_probabilities(model, ids: np.ndarray) -> torch.Tensor:
-    """What transformers says of each token after the first."""
-    tokens = torch.from_numpy(ids)[None]
-    logits = model(tokens[:, :-1]).logits[0].double().log_softmax(-1)
-    return logits.gather(-1, tokens[0, 1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("samples", ["stream", "documents"])
@@ -69,23 +60,6 @@ def test_tokens_and_length_of_a_run_file(here) -> None:
     shared = ("--tokens", "held", "--length", LENGTH, "--samples", "documents", "--json")
     of_run = json.loads(succeed("eval", "run.yaml", "--initial", *shared))
     assert of_run == json.loads(succeed("eval", "--model", "model", *shared, "train.dtype=fp32"))
-
-
-def test_needles_are_whole_documents_of_any_length(here) -> None:
-    (here / "hay.txt").write_text("A line of hay.\n" * 200)
-    tokenizer = pytest.importorskip("tokenizers")
-    words = ["A", "line", "of", "hay", ".", ":", "\n", "?", "The", "special", "magic", "number"]
-    vocabulary = {word: number for number, word in enumerate(["[UNK]", *words])}
-    made = tokenizer.Tokenizer(tokenizer.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizer.pre_tokenizers.WhitespaceSplit()
-    made.save("tokenizer.json")
-    needle = ("--tokenizer", "tokenizer.json", "--haystack", "hay.txt", "--depths", "0,100")
-    succeed("data", "needle", *needle, "--lengths", "100,200", "--out", "needle")
-    words = ("--model", "model", "--tokens", "needle", "train.dtype=fp32", "--json")
-    told = json.loads(succeed("eval", *words))
-    assert (told["num_sequences"], told["are_samples"]) == (4, True)
-    assert told["num_tokens"] == 4
-    assert "longer than sequence.length" in refuse("eval", *words, "--length", "150")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from sppo.data.needle.cells import Cell, Cells, write_cells
 from tests.conftest import refuse, succeed, tree
-from tests.model.hf_models import tiny_hf_model
+from tests.model.hf_models import log_probabilities, tiny_hf_model
 
 VOCAB_SIZE = 61
 PROMPTS = (9, 30, 1, 55, 17, 40, 2, 23)
@@ -69,14 +69,6 @@ def scored(*words: object) -> list[dict]:
     return [json.loads(line) for line in Path("scores.jsonl").read_text().splitlines()]
 
 
-@torch.no_grad()
-def log_probabilities(model, ids: list[int]) -> list[float]:
-    """What transformers says of each token after the first."""
-    tokens = torch.tensor([ids])
-    logits = model(tokens[:, :-1]).logits[0].double().log_softmax(-1)
-    return logits.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
-
-
 def test_each_document_as_transformers_says(here, model, documents) -> None:
     found = scored(*WORDS, "--per-token")
     assert [line["document"] for line in found] == list(range(len(documents)))
@@ -87,7 +79,7 @@ def test_each_document_as_transformers_says(here, model, documents) -> None:
             continue
         assert line["exact"] == (generated(model, prompt) == answer)
         assert line["positions"] == [*range(len(prompt), len(prompt) + len(answer))]
-        expected = log_probabilities(model, prompt + answer)[-len(answer) :]
+        expected = log_probabilities(model, prompt + answer)[-len(answer) :].tolist()
         assert line["logprobs"] == pytest.approx(expected, abs=1e-5)
         assert line["logprob"] == pytest.approx(sum(expected), abs=1e-5 * len(expected))
     assert {line["exact"] for line in found} == {True, False, None}
@@ -102,7 +94,9 @@ def test_needles_are_found_where_greedy_decoding_gives_the_answer(here, model, d
     where = [(100 * (1 + number % 2), 50 * (number // 4)) for number in range(len(documents))]
     cells = tuple(Cell(n, *own, "key", "value") for n, own in enumerate(where))
     write_cells(Path("pairs"), Cells(1, 0, cells))
+    assert "longer than sequence.length" in refuse("eval", *WORDS, "--length", "20")
     told = json.loads(succeed("eval", *WORDS, "--json"))
+    assert (told["num_sequences"], told["are_samples"]) == (len(documents), True)
     given = [bool(answer) and generated(model, prompt) == answer for prompt, answer in documents]
     expected = {
         own: [is_given for at, is_given in zip(where, given, strict=True) if at == own]

@@ -85,3 +85,11 @@ def randomize(model, *, seed):
         noise = torch.randn(parameter.shape, generator=generator) * 0.15
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         parameter.copy_(noise + 1.0 if is_norm else noise)
+
+
+@torch.no_grad()
+def log_probabilities(model, ids):
+    """What a model of transformers says of each token after the first, ``[T - 1]``, in float64."""
+    tokens = torch.as_tensor(ids)[None]
+    logits = model(tokens[:, :-1]).logits[0].double().log_softmax(-1)
+    return logits.gather(-1, tokens[0, 1:, None])[:, 0]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import load_run
 from sppo.config.optimizer import OptimizerConfig
 from sppo.config.rules import run_warnings
@@ -17,7 +16,7 @@ from sppo.training.records.outcome import predicted_and_measured
 from tests.conftest import write_run
 from tests.optim.test_adamw import SHAPES, _tensors
 from tests.tiers import exhaustive
-from tests.training.jobs import job_alone, losses, records, train_alone
+from tests.training.jobs import job_alone, losses, records, saved_state, train_alone
 
 CONFIG = OptimizerConfig(eps=1e-8, weight_decay=0.1, moments="bf16")
 
@@ -62,10 +61,6 @@ def test_moments_are_rounded_after_an_update_in_fp32(kind, monkeypatch):
             torch.testing.assert_close(ours, tensor, rtol=2**-7, atol=1e-6)  # one rounding
 
 
-def state(directory):
-    return read_tensors(directory, names=list(saved_shapes(directory)))
-
-
 DISK = {
     "activations.disk": "spill",
     "state.optimizer": "disk",
@@ -98,7 +93,9 @@ def test_a_run_learns_alike_resumes_exactly_and_takes_what_is_planned(work, plac
     train_alone(load_run(work / "run.yaml", {**half, "train.steps": 6}))
     train_alone(load_run(work / "run.yaml", half))
     assert losses(work / "again") == losses(work / "out")
-    whole, resumed = (state(work / name / "checkpoints/step_000012") for name in ("out", "again"))
+    whole, resumed = (
+        saved_state(work / name / "checkpoints/step_000012") for name in ("out", "again")
+    )
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
     memory = plan.stages[0].memory

@@ -13,7 +13,7 @@ from sppo.optim.host_adamw import HostAdamW, OptimizerRows
 from sppo.training.starting_weights import starting_weights
 from tests.conftest import refuse, write_run
 from tests.optim.test_adamw import SHAPES, _tensors
-from tests.training.jobs import losses, train_alone, train_rank
+from tests.training.jobs import losses, train_alone, trained
 
 GROUPS = (
     {"match": "layers.*.bias", "lr": "16x", "weight_decay": 0.3},
@@ -77,10 +77,6 @@ RUN = {
 }
 
 
-def train_in_all_layouts(rank, directory, arguments):
-    train_rank(rank, directory, arguments)
-
-
 def test_a_run_shards_and_streams_its_groups(ranks, work):
     """A group of rate 0 stays as it is; sharded and streamed state has the same losses."""
     write_run(work / "run.yaml", **RUN)
@@ -95,15 +91,15 @@ def test_a_run_shards_and_streams_its_groups(ranks, work):
         ],
     }
     words = [*layouts["sharded"], "train.output=sharded"]
-    ranks.run(train_in_all_layouts, work, words, ranks=2)
+    ranks.run(trained, work, words, ranks=2)
     train_alone(load_run(work / "run.yaml", [*layouts["streamed"], "train.output=streamed"]))
     expected = torch.tensor(losses(work / "out"))
     for name in layouts:
         torch.testing.assert_close(torch.tensor(losses(work / name)), expected, rtol=1e-4, atol=0)
     for name, weight in starting_weights(load_run(work / "run.yaml")):
         for output in ("out", *layouts):
-            _, trained = read_weights(work / output)
-            assert torch.equal(trained[name], weight) == name.startswith("layers.0."), name
+            _, weights = read_weights(work / output)
+            assert torch.equal(weights[name], weight) == name.startswith("layers.0."), name
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 
+from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import load_run
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
@@ -73,6 +74,11 @@ def train_rank(rank, directory, arguments=(), *, device=None, reports=False):
         return checked, outcome
 
 
+def trained(rank, directory, arguments):
+    """Train as one rank; what that returns stays in the rank."""
+    train_rank(rank, directory, arguments)
+
+
 def execute_step(rank, run, plan):
     """Compute the gradients of one step of a plan as one of its ranks, which may be emulated.
 
@@ -97,6 +103,11 @@ def evaluate_alone(run, source, *, device=None, most=None, on_sequence=lambda do
 def evaluate_initial(run, **options):
     """What a run says before it has trained."""
     return evaluate_alone(run, None, **options)
+
+
+def saved_state(checkpoint):
+    """Tensors of a checkpoint, by name."""
+    return read_tensors(checkpoint, names=list(saved_shapes(checkpoint)))
 
 
 def records(output):

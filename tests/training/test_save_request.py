@@ -7,7 +7,7 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.training.records.step_records import StepRecords
-from tests.training.jobs import train_alone, train_rank
+from tests.training.jobs import train_alone, trained
 
 pytestmark = pytest.mark.usefixtures("work")
 
@@ -43,10 +43,6 @@ def test_the_state_after_the_step_is_saved_and_the_file_removed(work, asks_in_st
     assert saved(work / "out") == expected
     assert not (work / "out/save").exists()
     assert f"saving after step {step}: the file save asked, and is removed" in screen.getvalue()
-
-
-def trained(rank, directory, arguments):
-    train_rank(rank, directory, arguments)
 
 
 def test_all_ranks_save_what_a_file_from_before_the_start_asks_for(ranks, work):

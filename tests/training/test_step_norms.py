@@ -7,7 +7,7 @@ import torch
 
 from sppo.config import load_run
 from sppo.training.starting_weights import starting_weights
-from tests.training.jobs import losses, records, train_alone, train_rank
+from tests.training.jobs import losses, records, train_alone, trained
 
 MODEL = {"num_layers": 2, "qk_norm": True, "tie_embeddings": True}
 KINDS = {"embed", "attention", "mlp", "norm"}
@@ -68,10 +68,6 @@ def test_every_element_counts_once_on_two_ranks(ranks, work, run, overrides):
     assert {kind: of["weight"] for kind, of in norms.items()} == pytest.approx(expected, rel=1e-9)
     total = math.hypot(*(of["gradient"] for of in norms.values()))
     assert total == pytest.approx(record["grad_norm"], rel=1e-6)
-
-
-def trained(rank, directory, arguments):
-    train_rank(rank, directory, arguments)
 
 
 def test_a_step_that_is_not_finite_has_null_norms_and_no_factor(work, run):

@@ -10,11 +10,10 @@ import torch
 
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.checkpoint.files import link_best
-from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import ConfigError, load_run
 from tests.conftest import refuse, succeed, write_masked, write_run, write_tokens
 from tests.tiers import exhaustive
-from tests.training.jobs import losses, train_alone, train_rank
+from tests.training.jobs import losses, saved_state, train_alone, trained
 
 MODEL = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
 BASE = {
@@ -57,15 +56,11 @@ def second(work, *, output="second", model=None, **sections):
     return path
 
 
-def state(directory):
-    return read_tensors(directory, names=list(saved_shapes(directory)))
-
-
 def test_with_optimizer_and_data_it_is_the_uninterrupted_run_bit_for_bit(first):
     train_alone(load_run(second(first, start=ALL)))
     assert losses(first / "second") == losses(first / "first")[3:]
     ours, theirs = (
-        state(first / run / "checkpoints" / step)
+        saved_state(first / run / "checkpoints" / step)
         for run, step in (("second", "step_000003"), ("first", "step_000006"))
     )
     assert ours.keys() == theirs.keys()
@@ -92,10 +87,6 @@ def test_other_degrees_go_on_alike(ranks, first, degrees):
     torch.testing.assert_close(ours, theirs[3:], rtol=2e-2, atol=0)
 
 
-def trained(rank, directory, arguments):
-    train_rank(rank, directory, arguments)
-
-
 def test_weights_are_the_fp32_weights_and_moments_begin_at_zero(first):
     link_best(first / "first/checkpoints", step=3)
     still = second(first, start={"step": "best"}, optimizer={"lr": 0}, train={"steps": 1})
@@ -103,7 +94,7 @@ def test_weights_are_the_fp32_weights_and_moments_begin_at_zero(first):
     _, weights = read_weights(first / "second")
     _, expected = read_weights(first / FIRST)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
-    saved = state(first / "second/checkpoints/step_000001")
+    saved = saved_state(first / "second/checkpoints/step_000001")
     assert saved["optimizer.step"] == 1
 
 

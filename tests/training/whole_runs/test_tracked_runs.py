@@ -5,12 +5,13 @@ import signal
 
 import pytest
 
+from sppo.report.tracking.trackers import TRACKERS
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.report.tracking.stored import keep_files_in, stored
+from tests.tiers import default_of
 from tests.training.jobs import records
 
 STEPS = 8
-DEFAULT = ("tensorboard", "wandb")
 
 
 @pytest.fixture
@@ -33,10 +34,7 @@ def train(sppo, directory):
     return run
 
 
-@pytest.mark.parametrize(
-    "tracker",
-    [*DEFAULT, *(pytest.param(t, marks=pytest.mark.exhaustive) for t in ("trackio", "mlflow"))],
-)
+@pytest.mark.parametrize("tracker", default_of(TRACKERS, "tensorboard"))
 def test_killed_rewound_and_resumed(directory, train, tracker, monkeypatch):
     pytest.importorskip(tracker)
     keep_files_in(directory, monkeypatch)

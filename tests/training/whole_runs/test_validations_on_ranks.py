@@ -20,7 +20,7 @@ from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
 from tests.tiers import default_of
-from tests.training.jobs import evaluate_alone, losses, train_alone, train_rank
+from tests.training.jobs import evaluate_alone, losses, train_alone, train_rank, trained
 from tests.training.whole_runs.test_parallel_runs import MEGATRON, MODEL, OPTIMIZER, STATE
 
 STEPS = 2
@@ -64,11 +64,6 @@ def place(tmp_path_factory):
     return found
 
 
-def validated(rank, directory, arguments):
-    """One rank of a run."""
-    train_rank(rank, directory, arguments)
-
-
 def run_on(ranks, place, name, output, *more):
     (data, pipeline, sequence), keys = LAYOUTS[name]
     keys = {
@@ -79,7 +74,7 @@ def run_on(ranks, place, name, output, *more):
         **keys,
     }
     words = [*(f"{key}={value}" for key, value in keys.items()), *more]
-    ranks.run(validated, place, words, ranks=data * pipeline * sequence)
+    ranks.run(trained, place, words, ranks=data * pipeline * sequence)
 
 
 def results(output):
@@ -182,5 +177,5 @@ def test_signal_of_one_rank_ends_the_validation_of_all(ranks, place):
     assert ended == [("SIGTERM", STEPS)] * 2
     assert {step for step, _ in results(place / "stopped")} == {0}
     assert [path.name for path in (place / "stopped/checkpoints").iterdir()] == ["step_000002"]
-    ranks.run(validated, place, words, ranks=2)
+    ranks.run(trained, place, words, ranks=2)
     assert {step for step, _ in results(place / "stopped")} == {0, STEPS}
