@@ -185,7 +185,7 @@ def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path):
         (
             [41],
             {"model": {"vocab_size": 10}, "sequence": {"length": 41}},
-            ["41 tokens, ", "length 41 needs 42 (", "at most 40, or", "model.vocab_size"],
+            ["41 tokens, ", "sequence of 41 needs 42 (", "at most 40, or", "model.vocab_size"],
         ),
         ([1], {}, ["Prepare more data"]),
         ([1, 1, 9], {"sequence": {"length": 4, "longer": "cut"}, **DOCUMENTS}, []),
