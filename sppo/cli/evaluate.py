@@ -101,7 +101,7 @@ def evaluate(
 
 def _draw(found: Evaluation, path: Path) -> None:
     """Draw needles by length and depth into `path`, or the loss by position of other data."""
-    weights = f"weights of step {found.step} from {found.weights_from}"
+    weights = _weights(found)
     if found.needles is not None:
         exact, documents = (
             sum(getattr(cell, name) for cell in found.needles) for name in ("exact", "documents")
@@ -144,9 +144,14 @@ def _screen(found: Evaluation) -> Screen:
     yield (
         f"loss {found.loss:.4f}, perplexity {found.perplexity:.3f}, accuracy {found.accuracy:.1%}"
         f"{exact} over {found.num_tokens} {what} "
-        f"in {sequences} of {found.tokens_from}, weights of step {found.step} from "
-        f"{found.weights_from}"
+        f"in {sequences} of {found.tokens_from}, {_weights(found)}"
     )
+
+
+def _weights(found: Evaluation) -> str:
+    """Return which weights were evaluated; those that no run has trained have no step."""
+    of_step = f"weights of step {found.step} from" if found.step else "by"
+    return f"{of_step} {found.weights_from}"
 
 
 def _needle_table(needles: Sequence[FoundNeedles]) -> Table:

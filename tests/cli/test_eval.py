@@ -84,6 +84,7 @@ def test_the_weights_that_a_run_starts_from_on_request(trained):
     assert (result["step"], result["weights_from"]) == (0, "random weights of seed 0")
     assert result["loss"] == pytest.approx(math.log(32), abs=0.05)
     assert not (trained / "later").exists()
+    assert succeed(*words[:-1]).endswith("of held, by random weights of seed 0\n")
     # also of a run that has learnt since
     assert json.loads(succeed("eval", "run.yaml", "--initial", "--json")) == result
 
