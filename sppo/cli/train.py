@@ -27,7 +27,7 @@ def train(
     overrides: Overrides = None,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="Follow this plan of sppo solve.", show_default=False),
+        typer.Option("--plan", metavar="FILE", help="Follow this plan of sppo solve."),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")
