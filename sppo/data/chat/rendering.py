@@ -118,11 +118,28 @@ class _Rendering:
 
     def made(self, value: Any) -> Any:
         """Count the characters or items of a value, and return it."""
-        if isinstance(value, str | list | tuple):
-            self.room -= len(value)
+        if isinstance(value, str | list | tuple | dict):
+            self.room -= _weight(value, {})
         if self.room < 0 or isinstance(value, int) and value.bit_length() > _MOST_BITS:
             raise RenderingError("it makes values far larger than its messages")
         return value
+
+
+def _weight(value: Any, known: dict[int, int]) -> int:
+    """Return the characters and items of a value as it would be written.
+
+    Args:
+        value: Value, which may have the same list in several places.
+        known: Weights of the lists and mappings met so far, by ``id``.
+    """
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, list | tuple | dict):
+        return 1
+    if id(value) not in known:
+        items = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_weight(item, known) for item in items)
+    return known[id(value)]
 
 
 _current: ContextVar[_Rendering] = ContextVar("rendering")
@@ -184,13 +201,17 @@ class _Generation(Extension):
         state.marks.append((state.length, text))
         return text
 
+    def collected(self, value: Any) -> Any:
+        """Return a list or mapping, which the environment counts."""
+        return value
+
     def join(self, *parts: Any) -> str:
         """Return values as one text, as the operator ``~`` does."""
         return "".join(map(str, parts))
 
 
 class _Counting(NodeTransformer):
-    """Begins each iteration of a loop with a step, and makes each ``~`` a call."""
+    """Begins iterations of loops with a step, and makes calls of ``~``, lists and mappings."""
 
     def __init__(self, environment: _Environment) -> None:
         self._extension = environment.extensions[_Generation.identifier]
@@ -206,6 +227,19 @@ class _Counting(NodeTransformer):
         """Join by a call."""
         self.generic_visit(node)
         return self._extension.call_method("join", node.nodes, lineno=node.lineno)
+
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:
+        """Collect values by a call."""
+        self.generic_visit(node)
+        if all(isinstance(item, nodes.Const) for item in node.iter_child_nodes()):
+            return node
+        return self._extension.call_method("collected", [node], lineno=node.lineno)
+
+    visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        """Collect values by a call; names that are set stay."""
+        return self.visit_List(node) if node.ctx == "load" else node
 
 
 class _Environment(ImmutableSandboxedEnvironment):
