@@ -111,8 +111,9 @@ class _Rendering:
             raise RenderingError(f"it takes more than {MOST_STEPS:,} steps; does it ever end?")
 
     def check_product(self, *values: Any) -> None:
-        """Refuse texts of which each character of one may become another one as a whole."""
+        """Refuse texts of which each character of one may become another one, or many blanks."""
         sizes = sorted(len(one) for one in values if isinstance(one, str | list | tuple | range))
+        sizes = sorted([*sizes, *(abs(one) for one in values if sizes and isinstance(one, int))])
         if len(sizes) > 1 and sizes[-1] * sizes[-2] > 4 * _LEAST_ROOM + 4 * self.room:
             raise RenderingError("it makes values far larger than its messages")
 
@@ -237,6 +238,12 @@ class _Counting(NodeTransformer):
 
     visit_Dict = visit_List
 
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        """Pass the text of a block through a filter, which the environment counts."""
+        self.generic_visit(node)
+        node.filter = node.filter or nodes.Filter(None, "string", [], [], None, None)
+        return node
+
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         """Collect values by a call; names that are set stay."""
         return self.visit_List(node) if node.ctx == "load" else node
@@ -264,7 +271,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         _check_arguments(*args, *kwargs.values())
         state = _current.get()
         state.step()
-        state.check_product(getattr(function, "__self__", None), *args)
+        state.check_product(getattr(function, "__self__", None), *args, *kwargs.values())
         return state.made(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -291,7 +298,7 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(*args, *kwargs.values())
         state = _current.get()
-        state.check_product(*args)
+        state.check_product(*args, *kwargs.values())
         return state.made(function(*args, **kwargs))
 
     return counted
