@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MOST_STEPS = 10_000_000
+MOST_STEPS = 2_000_000
 """Most iterations of loops and calls of one rendering."""
 _LEAST_ROOM = 64 << 20
 _ROOM_PER_CHARACTER = 256
