@@ -90,7 +90,7 @@ def score(
 
 @dataclass(slots=True)
 class ScoreSummary:
-    """What was written."""
+    """Totals over the documents of a written file of scores."""
 
     file: str
     documents: int = 0

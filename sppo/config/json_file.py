@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from sppo.config.text_file import NotTextError, read_text_file
 from sppo.quoting import one_line, quoted
 
@@ -71,6 +73,13 @@ def parse_json(text: str | bytes, *, source: str, strict: bool = True) -> Any:
     except ValueError as error:
         rule = str(error)
     raise JsonError(f"{one_line(source)}: {rule}")
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first value that a JSON file should not have: its key, the value and the rule."""
+    first = error.errors()[0]
+    where = one_line(".".join(map(str, first["loc"])))
+    return f"{where} {quoted(first['input'])}: {first['msg']}"
 
 
 def _whole(text: str) -> int:

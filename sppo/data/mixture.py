@@ -39,7 +39,7 @@ class SourceDraws:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a run draws from its sources over ``train.steps``."""
+    """Samples and tokens that a run draws from each of its sources over ``train.steps``."""
 
     steps: int
     weights: str

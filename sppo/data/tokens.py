@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sppo.array_file import map_array, require_whole
-from sppo.config.json_file import JsonError, read_json
+from sppo.config.json_file import JsonError, first_problem, read_json
 from sppo.config.longest_document import DOCUMENTS_FILE as DOCUMENTS_FILE
 from sppo.config.problems import nearest
 from sppo.quoting import one_line, quoted
@@ -305,11 +305,7 @@ def read_meta(path: Path) -> TokenMeta:
         # As JSON, in which neither true nor "1" counts as 1.
         return _META.validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = one_line(".".join(map(str, first["loc"])))
-        raise ValueError(
-            f"{path}: {where} {quoted(first['input'])}: {first['msg']}; {fix}"
-        ) from None
+        raise ValueError(f"{path}: {first_problem(error)}; {fix}") from None
 
 
 def _map_flat(path: Path, num_tokens: int, dtype: np.dtype[Any]) -> NDArray[Any]:

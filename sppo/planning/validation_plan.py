@@ -33,7 +33,7 @@ _UNITS_PER_RANK = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SetSamples:
-    """What of a set is evaluated."""
+    """Lengths and labels of the samples of a set that are evaluated."""
 
     lengths: Sequence[int]
     """Tokens of each sequence, or sample."""

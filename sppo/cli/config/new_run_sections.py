@@ -38,7 +38,7 @@ _Made = tuple[Sections, int]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the sections of a new run file follow from."""
+    """Model, data and length from which the sections of a new run file follow."""
 
     model: ModelConfig
     stats: LengthStats

@@ -114,7 +114,7 @@ class OutlinedMessages:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Where a stretch of text stands in an outline."""
+    """Place of one text of a conversation in the outline of its rendering."""
 
     start: int
     end: int

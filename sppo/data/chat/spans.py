@@ -39,7 +39,7 @@ class SpanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What :func:`assistant_spans` needs to know of a template and its tokenizer."""
+    """Texts of a template and its tokenizer by which :func:`assistant_spans` finds answers."""
 
     render: Render
     looks_for: tuple[str, ...]

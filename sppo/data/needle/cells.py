@@ -8,15 +8,14 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from sppo.config.json_file import read_json
+from sppo.config.json_file import first_problem, read_json
 from sppo.data.tokens import CELLS_FILE
 from sppo.output_file import write_json
-from sppo.quoting import one_line, quoted
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one needle document asks, and where its answer stands."""
+    """Length and depth of one needle document, and the value that it asks for."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -70,11 +69,7 @@ def read_cells(directory: Path, *, num_documents: int) -> Cells | None:
     try:
         cells = _CELLS.validate_python(read_json(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = one_line(".".join(map(str, first["loc"])))
-        raise ValueError(
-            f"{path}: {where} {quoted(first['input'])}: {first['msg']}; {fix}"
-        ) from None
+        raise ValueError(f"{path}: {first_problem(error)}; {fix}") from None
     if [cell.document for cell in cells.cells] != list(range(num_documents)):
         raise ValueError(f"{path}: not one cell for each of {num_documents} documents; {fix}")
     return cells

@@ -181,7 +181,7 @@ def _values(draw: random.Random, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Documents:
-    """What documents are made of."""
+    """Tokenizer, haystack and template of which needle documents are made."""
 
     haystack: Haystack
     tokenizer: TextTokenizer

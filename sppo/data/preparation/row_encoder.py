@@ -32,7 +32,7 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowEncoder:
-    """What makes tokens of documents; the same for each document, whatever stands around it."""
+    """Encoder of rows into tokens; a document gives the same tokens whatever stands around it."""
 
     tokenizer: Tokenizer
     format: RowFormat

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Received:
-    """What one place of one tracker has received of the run."""
+    """Newest record of the run that one place of one tracker has received, by kind."""
 
     id: str
     """Id of the run there."""

@@ -31,7 +31,7 @@ _CONNECT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What trackers are told about a run, apart from its records."""
+    """Name, group, tags and configuration of a run, which trackers show beside its records."""
 
     directory: str
     """Absolute path of the output directory."""
