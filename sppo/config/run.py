@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from sppo.config.adapter import AdapterConfig
 from sppo.config.base import (
     LONGEST_TIMEOUT_S,
     MOST_SAMPLES,
@@ -250,6 +251,9 @@ class TrainConfig(Section):
     until there are 16384, since all samples of a step are packed together."""
     dtype: ComputeDtype = "bf16"
     """Compute dtype of weights and activations; the optimizer keeps fp32 weights."""
+    only: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Globs of the names of the parameters that train, such as ``layers.2[4-9].*`` or ``*norm*``;
+    all others are frozen. null trains all.."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)
     """Fraction of a label's weight that is spread evenly over all tokens of the vocabulary."""
     z_loss: float = Field(default=0, ge=0)
@@ -347,6 +351,8 @@ class RunConfig(Section):
     start: StartConfig | None = None
     """Checkpoint of another run to start from; null starts from random weights or
     ``model.from_hf``."""
+    adapter: AdapterConfig | None = None
+    """Low-rank adapters (LoRA) to train instead of the weights; null trains the weights."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of ranks, and the distribution of work among them."""
     activations: ActivationsConfig = ActivationsConfig()

@@ -28,6 +28,7 @@ from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, reco
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape, layer_shapes
 from sppo.cost.tiles import tile_tokens
+from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.rates import Floats, Product
 from sppo.schedule.costs import Table
@@ -102,6 +103,7 @@ class Workload:
         correction: Correction of compute seconds by measured steps of a run.
         moments: Precision of the optimizer's moments, "bf16" or "fp32".
         label_share: Share of the tokens whose label counts, which alone the head computes.
+        trainable: Parameters that train, and the factors of adapters.
     """
 
     model: ModelConfig
@@ -113,6 +115,7 @@ class Workload:
     correction: CostCorrection = UNCORRECTED
     moments: str = "fp32"
     label_share: float = 1.0
+    trainable: Trainable = EVERYTHING
 
     @property
     def moments_bytes(self) -> int:

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.subsequence_placement import SubsequencePlacement
+from sppo.config.adapter import AdapterConfig
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
@@ -27,6 +28,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.cost.state_tiers import StateTiers
+from sppo.cost.trainable import Trainable, trainable_of
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.planning.partition import lengths_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -177,6 +179,16 @@ class ExecutionPlan:
         return lengths_of(self.boundaries)
 
     @property
+    def trainable(self) -> Trainable:
+        """Parameters that train."""
+        adapter, only = self.run.get("adapter"), self.run["train"].get("only")
+        return trainable_of(
+            None if adapter is None else AdapterConfig.model_validate(adapter),
+            None if only is None else tuple(only),
+            model=self.model,
+        )
+
+    @property
     def rank_memory(self) -> tuple[StageMemory, ...]:
         """Predicted memory of one device of each pipeline rank."""
         return tuple(stage.memory for stage in self.stages[: self.pipeline_parallel_degree])
@@ -208,6 +220,7 @@ class ExecutionPlan:
             sequence_parallel=self.sequence_parallel,
             moments=self.run.get("optimizer", {}).get("moments", "fp32"),
             label_share=self.run["data"].get("label_share", 1.0),
+            trainable=self.trainable,
         )
         return Candidate(
             workload,
@@ -321,6 +334,10 @@ def planned_part(run: RunConfig) -> dict[str, Any]:
     planned = run.model_dump(mode="json", include=_PLANNED_KEYS, exclude=_EXCEPT)
     if run.optimizer.moments != "fp32":  # else as in plans of versions without the key
         planned["optimizer"] = {"moments": run.optimizer.moments}
+    if run.adapter is not None:
+        planned["adapter"] = run.adapter.model_dump(mode="json", exclude={"from_peft"})
+    if run.train.only is not None:
+        planned["train"]["only"] = list(run.train.only)
     if run.data.label_share is not None:
         planned["data"]["label_share"] = run.data.label_share
     return planned

@@ -8,6 +8,7 @@ from itertools import product
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
+from sppo.cost.trainable import trainable_of_run
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import (
     CHOSEN_UNITS,
@@ -124,6 +125,7 @@ def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> 
         sequence_parallel=run.parallel.sequence_parallel,
         moments=run.optimizer.moments,
         label_share=run.data.label_share or 1.0,
+        trainable=trainable_of_run(run),
     )
 
 

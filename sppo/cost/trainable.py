@@ -1,0 +1,170 @@
+"""Parameters that train: all of them, those that globs match, or low-rank adapters (LoRA).
+
+An adapter adds two factors to a projection W ``[O, I]`` of a layer: ``q.lora_a`` ``[r, I]`` and
+``q.lora_b`` ``[O, r]`` beside ``q.weight``. The layer then computes y = x W' + s (x A') B'. A
+parameter that does not train is frozen: it has no gradient and no optimizer state. The first layers
+have no backward if nothing trains in them or below them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from sppo.config.adapter import TARGETS, AdapterConfig
+from sppo.config.model import ModelConfig
+from sppo.config.run import RunConfig
+from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, parameter_shapes, stage_shapes
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+_WHOLE = {"norms": ("*norm.*",), "embed": ("embed.*",), "head": ("head.*",)}
+_HEAD_IF_TIED = ("embed.*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank adapters of some projections.
+
+    Attributes:
+        rank: Rows of A and columns of B.
+        scale: Factor s of the product of both.
+        targets: Projections that get adapters, of :data:`sppo.config.adapter.TARGETS`; those that a
+            model does not have are ignored.
+        layers: Layers that get adapters; None for all.
+    """
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...] = TARGETS
+    layers: tuple[int, ...] | None = None
+
+    def shapes(self, model: ModelConfig, layer: int) -> dict[str, Shape]:
+        """Return the shapes of the factors of a layer, by name without ``layers.i.``."""
+        if self.layers is not None and layer not in self.layers:
+            return {}
+        base = layer_shapes(model)
+        found: dict[str, Shape] = {}
+        for target in self.targets:
+            if f"{target}.weight" in base:
+                outputs, inputs = base[f"{target}.weight"]
+                found[f"{target}.{LORA_A}"] = (self.rank, inputs)
+                found[f"{target}.{LORA_B}"] = (outputs, self.rank)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """Parameters of a run, with the factors of its adapters, and which of them train.
+
+    Attributes:
+        adapter: Low-rank adapters, which train; None without.
+        only: Globs of the names of the other parameters that train; None if all train.
+    """
+
+    adapter: Adapter | None = None
+    only: tuple[str, ...] | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """True if all parameters of the model train, without adapters."""
+        return self == EVERYTHING
+
+    def trains(self, name: str) -> bool:
+        """Return whether the parameter with a global name trains."""
+        if self.only is None or is_factor(name):
+            return True
+        return any(fnmatchcase(name, glob) for glob in self.only)
+
+    def layer_shapes(self, model: ModelConfig, layer: int) -> dict[str, Shape]:
+        """Return the shapes of all parameters of a layer, factors included, by name within it."""
+        factors = {} if self.adapter is None else self.adapter.shapes(model, layer)
+        return layer_shapes(model) | factors
+
+    def stage_shapes(self, model: ModelConfig, layers: range) -> dict[str, Shape]:
+        """Return the shapes of all parameters of a stage, by global name (:func:`stage_shapes`)."""
+        return stage_shapes(model, layers) | self.factor_shapes(model, layers)
+
+    def parameter_shapes(self, model: ModelConfig) -> dict[str, Shape]:
+        """Return the shapes of all parameters, factors last, by global name."""
+        return parameter_shapes(model) | self.factor_shapes(model, range(model.num_layers))
+
+    def factor_shapes(self, model: ModelConfig, layers: range) -> dict[str, Shape]:
+        """Return the shapes of the factors of some layers, by global name."""
+        if self.adapter is None:
+            return {}
+        return {
+            f"layers.{layer}.{name}": shape
+            for layer in layers
+            for name, shape in self.adapter.shapes(model, layer).items()
+        }
+
+    def trained_shapes(self, model: ModelConfig) -> dict[str, Shape]:
+        """Return the shapes of the parameters that train, by global name."""
+        shapes = self.parameter_shapes(model)
+        return {name: shape for name, shape in shapes.items() if self.trains(name)}
+
+
+EVERYTHING = Trainable()
+"""All parameters of the model train, without adapters."""
+
+
+def is_factor(name: str) -> bool:
+    """Return whether a parameter is a factor of an adapter."""
+    return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+
+
+@lru_cache(maxsize=256)
+def layers_without_backward(model: ModelConfig, trainable: Trainable) -> int:
+    """Return the number of first layers without a backward: nothing trains in or below them.
+
+    The last layer has a backward even if only the head trains.
+    """
+    if trainable.is_everything or any(
+        trainable.trains(name) for name in outer_shapes(model) if _is_before_layers(name)
+    ):
+        return 0
+    for layer in range(model.num_layers - 1):
+        names = trainable.layer_shapes(model, layer)
+        if any(trainable.trains(f"layers.{layer}.{name}") for name in names):
+            return layer
+    return model.num_layers - 1
+
+
+def trains_embedding(model: ModelConfig, trainable: Trainable) -> bool:
+    """Return whether the gradient of the first layer's input is needed.
+
+    A tied embedding that trains is needed there, too.
+    """
+    return any(trainable.trains(name) for name in outer_shapes(model) if _is_before_layers(name))
+
+
+def _is_before_layers(name: str) -> bool:
+    return name.startswith(("embed.", "positions."))
+
+
+def trainable_of(
+    adapter: AdapterConfig | None, only: tuple[str, ...] | None, *, model: ModelConfig
+) -> Trainable:
+    """Return the parameters that train with a section ``adapter``, or a key ``train.only``.
+
+    Args:
+        adapter: Adapters of a run; None without.
+        only: Globs of the parameters that train; None for all.
+        model: Model of the run.
+    """
+    if adapter is None:
+        return Trainable(only=only)
+    whole: list[str] = []
+    for kind in adapter.also_train:
+        tied_head = kind == "head" and model.tie_embeddings
+        whole += _HEAD_IF_TIED if tied_head else _WHOLE[kind]
+    return Trainable(
+        Adapter(adapter.rank, adapter.scale, adapter.targets or TARGETS, adapter.layers),
+        tuple(whole),
+    )
+
+
+def trainable_of_run(run: RunConfig) -> Trainable:
+    """Return the parameters that train in a run."""
+    return trainable_of(run.adapter, run.train.only, model=run.model)
