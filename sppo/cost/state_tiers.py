@@ -13,11 +13,13 @@ class StateTiers:
 
     Weights and gradients that do not live on the device are on it for the stage in use and for one
     stage that is copied (:mod:`sppo.schedule.transfers.copies`). The optimizer steps in
-    the tier of its state, bucket by bucket.
+    the tier of its state, bucket by bucket. Weights that it updates leave the device only with it,
+    frozen weights also without it.
     """
 
     weights: Tier = "device"
-    """Tier of weights in the compute dtype."""
+    """Tier of frozen weights in the compute dtype; weights that train are on the device unless the
+    optimizer is off it."""
     gradients: Tier = "device"
     """Tier of fp32 sums of gradients over the step."""
     optimizer: Tier = "device"
@@ -27,6 +29,11 @@ class StateTiers:
     def streams_weights(self) -> bool:
         """True if weights are copied to the device stage by stage."""
         return self.weights != "device"
+
+    @property
+    def streams_trained_weights(self) -> bool:
+        """True if weights that train are copied to the device as frozen ones are."""
+        return self.streams_weights and self.offloads_optimizer
 
     @property
     def streams_gradients(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
+from sppo.cost.trainable import LORA_A, LORA_B
 from sppo.units import GIB
 
 AHEAD_BYTES = GIB
@@ -64,13 +65,19 @@ def generate_weights_ahead(
 
 
 def initial_weight(name: str, shape: Shape, *, model: ModelConfig, seed: int) -> Tensor:
-    """Return one parameter in fp32, determined by ``model``, ``seed``, ``name`` and ``shape``."""
-    if name.endswith(".bias"):
+    """Return one parameter in fp32, determined by ``model``, ``seed``, ``name`` and ``shape``.
+
+    Factors of adapters start as in PEFT: A ``[r, I]`` uniform within 1/sqrt(I), and B zero.
+    """
+    if name.endswith((".bias", f".{LORA_B}")):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if name.endswith(f".{LORA_A}"):
+        most = 1 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-most, most, generator=generator)
     residual = name.endswith(_RESIDUAL_OUTPUTS)
     std = model.init_std / math.sqrt(2 * model.num_layers) if residual else model.init_std
     return torch.empty(shape).normal_(0.0, std, generator=generator)

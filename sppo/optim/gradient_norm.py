@@ -55,7 +55,7 @@ def clip_(
         clip_norm: Largest norm; 0 does not clip.
         after_each: Called after each gradient has been scaled; None scales all gradients at once.
     """
-    if clip_norm == 0:
+    if clip_norm == 0 or not gradients:
         return
     # Scaling by 1 if nothing is clipped avoids a comparison on the host, which synchronises.
     factor = torch.clamp(clip_norm / (norm + _EPS), max=1.0)

@@ -3,11 +3,12 @@
 A rank computes with the parameters of its stages: whole parameters or, with Megatron sequence
 parallelism, its shards of them (:mod:`sppo.parallel.megatron`). Each weight part is one flat row
 (:mod:`sppo.parallel.flat_row`), of which each of the ranks that hold the same parameters has an
-interval. ZeRO says what is kept of this interval only: from ZeRO-1 on masters and moments, from
-ZeRO-2 on also the gradients, which are then reduced after each use, and with ZeRO-3 also the
-weights, which are gathered for use. If the vocabulary projection is tied to the embedding, the
-first and the last stage both hold the embedding: their gradients are summed, both update it, and
-checkpoints save that of the first stage.
+interval. A part of which only some parameters train has two rows: one of these, and one of frozen
+parameters, which have no gradients, masters and moments. ZeRO says what is kept of this interval
+only: from ZeRO-1 on masters and moments, from ZeRO-2 on also the gradients, which are then reduced
+after each use, and with ZeRO-3 also the weights, which are gathered for use. If the vocabulary
+projection is tied to the embedding, the first and the last stage both hold the embedding: their
+gradients are summed, both update it, and checkpoints save that of the first stage.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch.distributed import ProcessGroup
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock, blocks_of_interval, whole
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, parameter_kind, parameter_shapes
+from sppo.cost.parameters import Shape, parameter_kind
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
+from sppo.cost.state_tiers import StateTiers
+from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.gathered_weights import GatheredWeights
 from sppo.engine.providers.gradients import GradientProvider
@@ -57,6 +60,7 @@ class ShardedState:
         device: Device that computes; weights and gradients may live in another tier.
         zero: ZeRO stage: 0 shards nothing, 1 shards the optimizer state among the ranks that hold
             the same weights, 2 also the gradients, 3 also the weights.
+        trainable: Factors of adapters, and which parameters train.
         bucket_bytes: Size in fp32 of a bucket of gradients that are reduced together.
     """
 
@@ -68,18 +72,24 @@ class ShardedState:
         pipeline: Pipeline,
         device: torch.device,
         zero: int,
+        trainable: Trainable = EVERYTHING,
         bucket_bytes: int = REDUCE_BUCKET_BYTES,
     ) -> None:
         self._mesh, self._device, self._zero = mesh, device, zero
-        shards = (mesh.at.sequence, mesh.shape.sequence_parallel)
-        self.sharding = WeightSharding(model, *(() if mesh.shape.key_copies is None else shards))
+        rank, degree = mesh.at.sequence, mesh.shape.sequence_parallel
+        self.sharding = (
+            WeightSharding(model, trainable=trainable)
+            if mesh.shape.key_copies is None
+            else WeightSharding(model, rank, degree, trainable)
+        )
         by_stage = {
             stage: self.sharding.shapes(layers)
             for stage, layers in pipeline.layers(model.num_layers).items()
         }
         self.shapes = {name: shape for own in by_stage.values() for name, shape in own.items()}
         """Shapes of the parameters that this rank holds (with Megatron, shards), by global name."""
-        self._whole_shapes = parameter_shapes(model)
+        self._whole_shapes = trainable.parameter_shapes(model)
+        self._trained_kinds = dict.fromkeys(map(parameter_kind, trainable.trained_shapes(model)))
         replicas = mesh.replica_ranks
         self._buckets = {
             kind: RowBuckets(
@@ -90,7 +100,7 @@ class ShardedState:
             )
             for kind in replicas
         }
-        self._keys = {name: self._key(name) for name in self.shapes}
+        self._keys = self._keys_of_names(trainable)
         self.keys_of_stages = {
             stage: [*dict.fromkeys(self._keys[name] for name in own)]
             for stage, own in by_stage.items()
@@ -105,20 +115,34 @@ class ShardedState:
             )
             for key, kind in self._kinds.items()
         }
+        self._trained = {
+            key: self._layouts[key] for name, key in self._keys.items() if trainable.trains(name)
+        }
         self._updates = {
             name: part
             for name, key in self._keys.items()
-            if (part := self._layouts[key].part(name, self._updated(key))) is not None
+            if key in self._trained
+            and (part := self._layouts[key].part(name, self._updated(key))) is not None
         }
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
-        self._is_tied = ends and _TIED in self.shapes
+        self._is_tied = ends and _TIED in self._trained
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
 
-    def _key(self, name: str) -> str:
-        """Return the key of a parameter's row: the parameter itself, or its layer and ranks."""
-        owner, index, *_ = name.split(".")
-        kind = self.sharding.replica_group(name)
-        return f"{owner}.{index} of {kind}" if owner == "layers" else name
+    def _keys_of_names(self, trainable: Trainable) -> dict[str, str]:
+        """Return the keys of all parameters' rows: the parameter itself, or its layer and ranks.
+
+        Where a layer also has frozen parameters, those that train have another row.
+        """
+        keys = {}
+        for name in self.shapes:
+            owner, index, *_ = name.split(".")
+            kind = self.sharding.replica_group(name)
+            keys[name] = f"{owner}.{index} of {kind}" if owner == "layers" else name
+        frozen = {key for name, key in keys.items() if not trainable.trains(name)}
+        return {
+            name: f"{key}, trained" if key in frozen and trainable.trains(name) else key
+            for name, key in keys.items()
+        }
 
     def _updated(self, key: str) -> slice:
         """Return the interval of a row that this rank updates."""
@@ -128,18 +152,15 @@ class ShardedState:
     @property
     def weight_shapes(self) -> dict[str, Shape]:
         """Shapes of the rows of weights that this rank keeps between uses, by key."""
-        return self._row_shapes(are_sharded=self._zero >= 3)
+        return _row_shapes(self._layouts, are_sharded=self._zero >= 3)
 
     @property
     def gradient_shapes(self) -> dict[str, Shape]:
-        """Shapes of the rows of gradient sums that this rank keeps during a step, by key."""
-        return self._row_shapes(are_sharded=self._zero >= 2)
+        """Shapes of the rows of gradient sums that this rank keeps during a step, by key.
 
-    def _row_shapes(self, *, are_sharded: bool) -> dict[str, Shape]:
-        return {
-            key: (layout.shard_elements if are_sharded else layout.padded_elements,)
-            for key, layout in self._layouts.items()
-        }
+        There are none of frozen parameters.
+        """
+        return _row_shapes(self._trained, are_sharded=self._zero >= 2)
 
     @property
     def owned_shapes(self) -> dict[str, Shape]:
@@ -155,7 +176,8 @@ class ShardedState:
         """Return what this rank updates of each parameter, as views by global name.
 
         A parameter that this rank updates whole has its shape; of others, this is an interval of
-        the flattened parameter. Parameters of which it updates nothing are left out.
+        the flattened parameter. Parameters of which it updates nothing are left out, as are frozen
+        ones.
         """
         return {
             name: self._updated_of(rows, self._keys[name])[part.within].view(
@@ -174,6 +196,13 @@ class ShardedState:
             return {}
         own = weight.reshape(-1)[self._updates[name].elements]
         return {name: own.view(self._owned_shape(name))}
+
+    def streamed_keys(self, tiers: StateTiers) -> list[str]:
+        """Return the keys of the rows of weights that live in another tier than the device."""
+        if not tiers.streams_weights:
+            return []
+        stays = {} if tiers.streams_trained_weights else self._trained
+        return [key for key in self._layouts if key not in stays]
 
     def fill(self, rows: Rows, name: str, weight: Tensor) -> None:
         """Copy what ``rows`` keep of a whole parameter to its place in them."""
@@ -233,7 +262,8 @@ class ShardedState:
         """
         first = min(self.keys_of_stages)
         for key in self.keys_of_stages[stage]:
-            if stage == first or key not in self.keys_of_stages[first]:
+            is_earlier = stage != first and key in self.keys_of_stages[first]
+            if key in self._trained and not is_earlier:
                 self._buckets[self._kinds[key]].reduce(gradients[key])
 
     def _end_reductions(self) -> None:
@@ -261,8 +291,8 @@ class ShardedState:
         if self._zero >= 3:
             return
         with peer_errors("gathering weights"):
-            for key, kind in self._kinds.items():
-                self._buckets[kind].gather(weights[key])
+            for key in self._trained:
+                self._buckets[self._kinds[key]].gather(weights[key])
             self._end_reductions()
 
     def norm(
@@ -283,17 +313,18 @@ class ShardedState:
             return global_norm(self.owned(gradients), after_each=after_each)
         counted = [
             layout.within(gradients[key], layout.own)
-            for key, layout in self._layouts.items()
+            for key, layout in self._trained.items()
             if key != _TIED or self._speaks_for_tied
         ]
         squares = float(sum_of_squares(counted, after_each=after_each)) if counted else 0.0
         (total,) = peers.total([squares])
-        return torch.tensor(total**0.5, dtype=next(iter(gradients.values())).dtype)
+        dtype = next((row.dtype for row in gradients.values()), torch.float32)
+        return torch.tensor(total**0.5, dtype=dtype)
 
     def squares_by_kind(
         self, tensors: Mapping[str, Tensor], *, after_each: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """Return the sums of squares by kind of parameter, for all kinds of the model.
+        """Return the sums of squares by kind of parameter, for all kinds that train.
 
         Each element counts on one rank only, so the sums over all ranks are those of the model.
 
@@ -301,7 +332,7 @@ class ShardedState:
             tensors: Tensors like what this rank updates (:meth:`owned`), by global name.
             after_each: Called after each tensor has been read.
         """
-        of_kind: dict[str, list[Tensor]] = {parameter_kind(name): [] for name in self._whole_shapes}
+        of_kind: dict[str, list[Tensor]] = {kind: [] for kind in self._trained_kinds}
         for name, update in self._updates.items():
             layout, begin = self._layouts[self._keys[name]], update.elements.start
             own = layout.part(name, layout.own)
@@ -349,6 +380,13 @@ class ShardedState:
             offsets=self.sharding.offsets(name),
             global_shape=self._whole_shapes[name],
         )
+
+
+def _row_shapes(layouts: Mapping[str, FlatRow], *, are_sharded: bool) -> dict[str, Shape]:
+    return {
+        key: (layout.shard_elements if are_sharded else layout.padded_elements,)
+        for key, layout in layouts.items()
+    }
 
 
 def _parameter(key: str) -> str | None:

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
+from sppo.cost.parameters import Shape, outer_shapes
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.sharding.weight_parts import COLUMNS, KEYS, ROWS
+from sppo.cost.trainable import EVERYTHING, LORA_A, LORA_B, Trainable
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.mesh import ReplicaGroup
 
@@ -38,11 +39,14 @@ class WeightSharding:
         rank: Index of the rank in its group.
         degree: Number of ranks over which weights are sharded; 1 if every rank holds whole
             weights, as with Ulysses.
+        trainable: Factors of adapters beside the weights. A factor is sharded along the dimension
+            that it has from its weight; the other of the two factors is whole.
     """
 
     model: ModelConfig
     rank: int = 0
     degree: int = 1
+    trainable: Trainable = EVERYTHING
 
     @property
     def own_model(self) -> ModelConfig:
@@ -60,32 +64,29 @@ class WeightSharding:
 
     def shapes(self, layers: range) -> dict[str, Shape]:
         """Return the shapes of this rank's shards of a stage's parameters, by global name."""
-        shapes = stage_shapes(self.own_model, layers)
+        shapes = self.trainable.stage_shapes(self.own_model, layers)
         return {name: shape for name, shape in shapes.items() if self._is_held(name)}
 
     def replica_group(self, name: str) -> ReplicaGroup:
         """Return the kind of group whose ranks hold the same shard of a parameter as this rank."""
-        part = _part(name)
-        if self.degree == 1 or part not in (*ROWS, *COLUMNS):
+        if self.degree == 1 or (_sharded_dimension(name) is None and not _is_added_once(name)):
             return "stage"
         repeats = tensor_shard(self.model, degree=self.degree).repeats
-        return "keys" if part in KEYS and repeats > 1 else "block"
+        return "keys" if _part(name) in KEYS and repeats > 1 else "block"
 
     def offsets(self, name: str) -> tuple[int, ...]:
         """Return the offsets of this rank's shard in the whole parameter, one per dimension."""
-        whole = _shape_of(name, self.model)
-        part, is_bias = _part(name), name.endswith(".bias")
-        if self.degree == 1 or part not in (*ROWS, *COLUMNS) or (is_bias and part in COLUMNS):
+        whole, dimension = self._shape(name, self.model), _sharded_dimension(name)
+        if self.degree == 1 or dimension is None:
             return (0,) * len(whole)
         shard = tensor_shard(self.model, degree=self.degree)
-        copies = shard.repeats if part in KEYS else 1
-        dimension = 1 if part in COLUMNS else 0
+        copies = shard.repeats if _part(name) in KEYS else 1
         first = whole[dimension] * copies // self.degree * (self.rank // copies)
         return tuple(first if index == dimension else 0 for index in range(len(whole)))
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's shard of a parameter: a copy, or ``whole`` if it is not sharded."""
-        shape = _shape_of(name, self.own_model)
+        shape = self._shape(name, self.own_model)
         if shape == tuple(whole.shape):
             return whole
         for dimension, (start, size) in enumerate(zip(self.offsets(name), shape, strict=True)):
@@ -93,8 +94,13 @@ class WeightSharding:
         return whole.clone(memory_format=torch.contiguous_format)
 
     def _is_held(self, name: str) -> bool:
-        """Return whether this rank holds a parameter: rank 0 alone adds the biases of sums."""
-        return self.rank == 0 or not (_part(name) in COLUMNS and name.endswith(".bias"))
+        return self.rank == 0 or not _is_added_once(name)
+
+    def _shape(self, name: str, model: ModelConfig) -> Shape:
+        if not name.startswith("layers."):
+            return outer_shapes(model)[name]
+        _, index, local = name.split(".", 2)
+        return self.trainable.layer_shapes(model, int(index))[local]
 
 
 class MegatronSequenceParallel:
@@ -151,10 +157,17 @@ class MegatronSequenceParallel:
         return received.sum(0)
 
 
-def _shape_of(name: str, model: ModelConfig) -> Shape:
-    if name.startswith("layers."):
-        return layer_shapes(model)[name.split(".", 2)[2]]
-    return outer_shapes(model)[name]
+def _sharded_dimension(name: str) -> int | None:
+    """Return the dimension along which a parameter is sharded; None if ranks hold it whole."""
+    part, kind = _part(name), name.rsplit(".", 1)[-1]
+    if part in ROWS and kind != LORA_A:
+        return 0
+    return 1 if part in COLUMNS and kind not in ("bias", LORA_B) else None
+
+
+def _is_added_once(name: str) -> bool:
+    """Return whether a parameter is the bias of a sum over the ranks, which rank 0 alone adds."""
+    return _part(name) in COLUMNS and name.endswith(".bias")
 
 
 def _part(name: str) -> str:

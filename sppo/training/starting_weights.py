@@ -1,8 +1,11 @@
-"""Weights that a run starts from: random, of ``model.from_hf``, or of another run's checkpoint."""
+"""Weights that a run starts from: random, of ``model.from_hf``, or of another run's checkpoint.
+
+Factors of adapters are in none of these, and begin with initial values of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +15,7 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.newest import Checkpoint
 from sppo.checkpoint.tensors import read_tensors
 from sppo.config import RunConfig
-from sppo.cost.parameters import parameter_shapes
+from sppo.cost.trainable import is_factor, trainable_of_run
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
 
@@ -29,22 +32,26 @@ def starting_weights(
             ``model.from_hf``, or random weights from the seed; these also for a run that goes on
             from a checkpoint of its own, which replaces them.
     """
-    every = parameter_shapes(run.model)
+    every = trainable_of_run(run).parameter_shapes(run.model)
     shapes = every if names is None else {name: every[name] for name in names}
+    read = _reader(run, start)
+    if read is not None:
+        yield from ((name, read(name)) for name in shapes if not is_factor(name))
+        shapes = {name: shape for name, shape in shapes.items() if is_factor(name)}
+    threads = torch.get_num_threads()
+    yield from generate_weights_ahead(shapes, model=run.model, seed=run.train.seed, threads=threads)
+
+
+def _reader(run: RunConfig, start: Checkpoint | None) -> Callable[[str], Tensor] | None:
+    """Return a function that reads a weight in fp32; None if all weights are random."""
     if start is not None:
-        for name in shapes:
-            key = f"{MODEL_PREFIX}{name}"
-            yield name, read_tensors(start.path, names=[key])[key]
-        return
-    if run.hf_weights is None:
-        threads = torch.get_num_threads()
-        yield from generate_weights_ahead(
-            shapes, model=run.model, seed=run.train.seed, threads=threads
+        return lambda name: next(
+            iter(read_tensors(start.path, names=[f"{MODEL_PREFIX}{name}"]).values())
         )
-        return
+    if run.hf_weights is None:
+        return None
     stored = open_hf_weights(Path(run.hf_weights), run.model)
-    for name in shapes:
-        yield name, stored[name].float()
+    return lambda name: stored[name].float()
 
 
 def check_weights(run: RunConfig) -> None:

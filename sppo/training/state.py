@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class TrainingState:
     weights: Mapping[str, Tensor]
     """Flat rows of its stages' weights in the compute dtype: whole, or this rank's shards."""
     gradients: Mapping[str, Tensor]
-    """Flat rows of fp32 sums of gradients over the step: whole, or this rank's shards."""
+    """Flat rows of fp32 sums of gradients over the step: whole, or this rank's shards; none of
+    frozen weights."""
     optimizer: AdamW | HostAdamW
     """Optimizer of what this rank updates."""
     memory: StateMemory | None
@@ -61,7 +63,7 @@ class TrainingState:
 
     def zero_gradients(self) -> None:
         """Zero the gradients on the device; those in another tier are overwritten by the step."""
-        if not self.tiers.streams_gradients:
+        if self.gradients and not self.tiers.streams_gradients:
             torch._foreach_zero_(list(self.gradients.values()))
 
     def finish_gradients(self, await_device: Callable[[], None]) -> None:
@@ -132,11 +134,11 @@ class TrainingState:
 
     def add_tier_bytes(self, copies: CopyReport) -> CopyReport:
         """Return `copies` with the state behind the device added to its host or disk bytes."""
-        behind = tensor_bytes(self.weights) * self.tiers.streams_weights
+        behind = self._streamed_weights_bytes
         behind += tensor_bytes(self.gradients) * self.tiers.streams_gradients
         if isinstance(self.optimizer, HostAdamW):
             behind += self.optimizer.row_bytes
-        if self.tiers.optimizer == "disk":
+        if self.tiers.tier == "disk":
             return replace(copies, disk_bytes=copies.disk_bytes + behind)
         return replace(copies, host_bytes=copies.host_bytes + behind)
 
@@ -144,7 +146,7 @@ class TrainingState:
     def device_bytes(self) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer states) that stay on the device."""
         tiers, optimizer = self.tiers, self.optimizer
-        weights = 0 if tiers.streams_weights else tensor_bytes(self.weights)
+        weights = tensor_bytes(self.weights) - self._streamed_weights_bytes
         gradients = 0 if tiers.streams_gradients else tensor_bytes(self.gradients)
         if isinstance(optimizer, HostAdamW):
             return weights, gradients, optimizer.bucket_bytes * (tiers.optimizer == "disk")
@@ -152,6 +154,11 @@ class TrainingState:
         states = optimizer.state().items()
         others = {n: t for n, t in states if t.untyped_storage()._cdata not in own}
         return weights, gradients, tensor_bytes(others)
+
+    @property
+    def _streamed_weights_bytes(self) -> int:
+        streamed = self.sharded.streamed_keys(self.tiers)
+        return tensor_bytes({key: self.weights[key] for key in streamed})
 
 
 def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = None) -> TrainingState:
@@ -171,19 +178,25 @@ def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = Non
     run, device, tiers = job.run, job.device, plan.state
     place, pipeline = device.torch_device, connect_pipeline(job, plan)
     sharded = ShardedState(
-        run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
+        run.model,
+        mesh=job.mesh,
+        pipeline=pipeline,
+        device=place,
+        zero=run.parallel.zero,
+        trainable=plan.trainable,
     )
     with ExitStack() as on_failure:
         memory, lane = state_tier(job, tiers)
         if lane is not None:
             on_failure.enter_context(closing(lane))
         rows = partial(zero_rows, memory=memory, place=place)
-        weights = rows(sharded.weight_shapes, DTYPES[run.train.dtype], tiers.streams_weights)
+        dtype, sizes = DTYPES[run.train.dtype], sharded.gradient_shapes
+        weights = rows(sharded.weight_shapes, dtype, sharded.streamed_keys(tiers))
         initial = starting_weights(run, sharded.shapes, start=start)
         optimizer = _optimizer(job, tiers, sharded, weights, initial, memory=memory, lane=lane)
-        gradients = rows(sharded.gradient_shapes, torch.float32, tiers.streams_gradients)
+        gradients = rows(sizes, torch.float32, sizes if tiers.streams_gradients else ())
         streamed = {"stages": sharded.keys_of_stages, "device": place, "lane": lane}
-        used = StreamedWeights(weights, **streamed) if tiers.streams_weights else weights
+        used = used_weights(weights, sharded, tiers, **streamed)
         sums = StreamedGradients(gradients, **streamed) if tiers.streams_gradients else gradients
         device.trim()  # frees memory that only the initialization used
         engine = Engine(
@@ -253,16 +266,30 @@ def state_tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | 
 def zero_rows(
     shapes: Mapping[str, Shape],
     dtype: torch.dtype,
-    is_streamed: bool,
+    in_tier: Collection[str],
     *,
     memory: StateMemory | None,
     place: torch.device,
 ) -> Mapping[str, Tensor]:
-    """Allocate rows of zeros on the device, or, if streamed, rows in the memory of the tier."""
-    if is_streamed:
+    """Allocate rows of zeros on the device, and those named in ``in_tier`` in the tier's memory."""
+    behind: Mapping[str, Tensor] = {}
+    if in_tier:
         assert memory is not None, "a tier has memory"
-        return memory.tensors(shapes, dtype)
-    return {key: torch.zeros(shape, dtype=dtype, device=place) for key, shape in shapes.items()}
+        behind = memory.tensors({key: shapes[key] for key in in_tier}, dtype)
+    stay = {key: shape for key, shape in shapes.items() if key not in behind}
+    here = {key: torch.zeros(shape, dtype=dtype, device=place) for key, shape in stay.items()}
+    return {**behind, **here}
+
+
+def used_weights(
+    rows: Mapping[str, Tensor], sharded: ShardedState, tiers: StateTiers, **streamed: Any
+) -> Mapping[str, Tensor]:
+    """Return rows of weights as an engine uses them, with those of another tier streamed."""
+    if not tiers.streams_weights:
+        return rows
+    in_tier = {key: rows[key] for key in sharded.streamed_keys(tiers)}
+    staying = {key: row for key, row in rows.items() if key not in in_tier}
+    return StreamedWeights(in_tier, staying=staying, **streamed)
 
 
 def _optimizer(
@@ -277,12 +304,13 @@ def _optimizer(
 ) -> AdamW | HostAdamW:
     """Fill rows with the weights of step 0; return the optimizer of what this rank updates.
 
-    The fp32 values that are rounded to narrower weights start as masters of the optimizer; those
-    of an offloaded optimizer are written where they stay, one by one.
+    The fp32 values that are rounded to narrower weights start as masters of the optimizer, unless
+    these are frozen; those of an offloaded optimizer are written where they stay, one by one. A
+    rank on which nothing trains has an optimizer of nothing, on the device.
     """
     run, config = job.run, job.run.optimizer
     on_disk, rows = tiers.optimizer == "disk", None
-    if tiers.offloads_optimizer:
+    if tiers.offloads_optimizer and sharded.owned_shapes:
         behind = memory if on_disk else None
         rows = OptimizerRows(sharded.owned_shapes, config=config, memory=behind)
     masters: dict[str, Tensor] = {}

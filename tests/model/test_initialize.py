@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -79,3 +81,14 @@ def test_seeds_and_names_differ():
     assert not torch.equal(first["layers.0.q.weight"], second["layers.0.q.weight"])
     assert not torch.equal(first["layers.0.q.weight"], first["layers.1.q.weight"])
     assert not torch.equal(first["layers.0.gate.weight"], first["layers.0.up.weight"])
+
+
+def test_factors_start_as_in_peft():
+    """A as by kaiming_uniform with a = sqrt(5), and B zero; each has numbers of its own."""
+    make = partial(initial_weight, model=model(), seed=3)
+    a = make("layers.0.q.lora_a", (64, 100))
+    assert float(a.abs().max()) == pytest.approx(0.1, rel=0.01)
+    assert float(a.std()) == pytest.approx(0.1 / 3**0.5, rel=0.03)
+    assert not make("layers.0.q.lora_b", (100, 64)).any()
+    assert torch.equal(a, make("layers.0.q.lora_a", (64, 100)))
+    assert not torch.equal(a, make("layers.1.q.lora_a", (64, 100)))

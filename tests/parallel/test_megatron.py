@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.parameters import parameter_shapes
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.sharding.weight_parts import device_parameters, updated_parameters
+from sppo.cost.trainable import Adapter, Trainable
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
@@ -26,11 +26,13 @@ def test_parts_tile_every_parameter(variant, degree, kv_heads):
     model = tiny_model(variant, **sizes)
     repeats = tensor_shard(model, degree=degree).repeats
     copies = {"stage": degree, "keys": repeats, "block": 1}
-    weights = random_weights(model)
+    adapted = Trainable(Adapter(rank=3, scale=1.0, layers=(0,)))
+    factors = adapted.factor_shapes(model, range(model.num_layers))
+    weights = random_weights(model) | {n: torch.randn(shape) for n, shape in factors.items()}
     holders = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     wanted = {}
     for rank in range(degree):
-        shares = WeightSharding(model, rank, degree)
+        shares = WeightSharding(model, rank, degree, adapted)
         for name, shape in shares.shapes(range(model.num_layers)).items():
             part = shares.cut(name, weights[name])
             assert tuple(part.shape) == shape
@@ -41,7 +43,10 @@ def test_parts_tile_every_parameter(variant, degree, kv_heads):
             assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
             holders[name][place] += 1
             wanted[name] = copies[shares.replica_group(name)]
-    assert wanted.keys() == parameter_shapes(model).keys()
+    assert wanted.keys() == adapted.parameter_shapes(model).keys()
+    whole = [f"{part}.lora_a" for part in ("q", "k", "v", "gate", "up")]
+    for local in (*whole, "o.lora_b", "down.lora_b"):
+        assert wanted.get(f"layers.0.{local}", degree) == degree
     for name, count in wanted.items():
         assert (holders[name] == count).all(), name
 

@@ -61,7 +61,7 @@ class ShardProviders(StageProviders):
             shard.exchange,
             layers,
             own=self.own_weights,
-            shapes=self._shapes,
+            rows=lambda layer: [self._shapes],
             beside=prefix,
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import WeightProvider
+from sppo.parallel.flat_row import FlatRow, Shapes
 from sppo.parallel.msp_exchange import MspExchange
 
 
@@ -32,7 +33,8 @@ class SharedWeights:
         layers: Layers of the pass, in order.
         own: Provider of this rank's stages, from which the owner sends; it tells a borrower the
             type and device.
-        shapes: Shapes of a layer's parameters by local name.
+        rows: Function that returns the shapes of a layer's parameters by local name, for each of
+            the layer's rows.
         beside: Function that maps a layer to further tensors to broadcast with its weights.
     """
 
@@ -42,26 +44,27 @@ class SharedWeights:
         layers: Sequence[int],
         *,
         own: WeightProvider,
-        shapes: Mapping[str, tuple[int, ...]],
+        rows: Callable[[int], Sequence[Shapes]],
         beside: Callable[[int], Sequence[Tensor]],
     ) -> None:
-        self._exchange, self._order = exchange, deque(layers)
-        self._own, self._layout = own, exchange.members.layout(shapes)
-        self._beside = beside
-        self._coming: deque[tuple[int, Tensor, list[Any]]] = deque()
+        self._exchange, self._order, self._own = exchange, deque(layers), own
+        self._rows, self._beside = rows, beside
+        self._coming: deque[tuple[int, list[tuple[FlatRow, Tensor]], list[Any]]] = deque()
         self._in_use: dict[str, Tensor] = {}
         self._send_next()
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return the weights of layer ``part`` by local name; start to send the next layer."""
         self._send_next()
-        coming, row, works = self._coming.popleft()
+        coming, rows, works = self._coming.popleft()
         assert coming == part, f"layer {part} is wanted, {coming} comes"
         for work in works:
             work.wait()
-        if not self._exchange.is_owner:
-            self._exchange.members.put_together(row, self._layout)
-        self._in_use = self._layout.views(row)
+        self._in_use = {}
+        for layout, row in rows:
+            if not self._exchange.is_owner:
+                self._exchange.members.put_together(row, layout)
+            self._in_use |= layout.views(row)
         return self._in_use
 
     def release(self, part: WeightPart) -> None:
@@ -72,12 +75,16 @@ class SharedWeights:
         if not self._order:
             return
         layer = self._order.popleft()
-        # The owner's row is padded for more ranks, so at least as long.
-        row = self._own.row(layer) if self._exchange.is_owner else self._empty_row()
-        works = self._exchange.send_ahead([row[self._layout.own], *self._beside(layer)])
-        self._coming.append((layer, row, works))
+        layouts = [self._exchange.members.layout(shapes) for shapes in self._rows(layer)]
+        # The owner's rows are padded for more ranks, so at least as long.
+        is_owner = self._exchange.is_owner
+        rows = self._own.rows_of(layer) if is_owner else [*map(self._empty_row, layouts)]
+        coming = [*zip(layouts, rows, strict=True)]
+        parts = [row[layout.own] for layout, row in coming]
+        works = self._exchange.send_ahead([*parts, *self._beside(layer)])
+        self._coming.append((layer, coming, works))
 
-    def _empty_row(self) -> Tensor:
-        """Return memory for a layer's weights on a borrower."""
+    def _empty_row(self, layout: FlatRow) -> Tensor:
+        """Return memory for a row of a layer on a borrower."""
         own = self._own
-        return torch.empty(self._layout.padded_elements, dtype=own.dtype, device=own.device)
+        return torch.empty(layout.padded_elements, dtype=own.dtype, device=own.device)

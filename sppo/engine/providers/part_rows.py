@@ -1,8 +1,9 @@
 """Weight parts of a rank's stages, and the flat rows of weights or gradient sums that hold them.
 
 A part is one layer, the parameters before the layers, or the parameters after the layers. It has
-one row for each group of ranks that hold the same values, and outside of the layers one for each
-parameter.
+one row for each group of ranks that hold the same values, in which either all parameters train or
+all are frozen, and outside of the layers one for each parameter. There are no sums of gradients of
+frozen parameters, so a part may have none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -32,7 +34,7 @@ class PartRows(Mapping[str, Tensor]):
 
     Args:
         rows: Whole rows, or of those with a group this rank's shards.
-        layouts: Layouts of the rows by key.
+        layouts: Layouts by key of all rows of the rank, of which ``rows`` may have only some.
         groups: Communicator of the ranks over which each row is sharded, by key.
     """
 
@@ -44,11 +46,16 @@ class PartRows(Mapping[str, Tensor]):
     ) -> None:
         self.rows, self._layouts, self._groups = rows, layouts, groups
         self._streamed = rows if isinstance(rows, StreamedRows) else None
-        first = self._streamed or next(iter(rows.values()))
+        first = self._streamed or next(iter(rows.values()), torch.empty(0))
         self.dtype, self.device = first.dtype, first.device
-        self._keys = {name: key for key, layout in layouts.items() for name in layout.shapes}
-        self._names = names_by_part(self._keys)
-        stay = [] if self._streamed is not None else [k for k in layouts if k not in groups]
+        every = {name: key for key, layout in layouts.items() for name in layout.shapes}
+        here = {*rows}
+        self._keys = {name: key for name, key in every.items() if key in here}
+        self._names = {
+            part: {local: name for local, name in own.items() if name in self._keys}
+            for part, own in names_by_part(every).items()
+        }
+        stay = [] if self._streamed is not None else [k for k in rows if k not in groups]
         self._resident: Mapping[str, Tensor] = {
             name: view for key in stay for name, view in layouts[key].views(rows[key]).items()
         }
@@ -66,12 +73,19 @@ class PartRows(Mapping[str, Tensor]):
         self._peak_bytes = 0
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Tensor]) -> PartRows:
+    def of(
+        cls, parameters: Mapping[str, Tensor], *, every: Mapping[str, Tensor] | None = None
+    ) -> PartRows:
         """Return contiguous parameters that stay on the device, each with a row of its own.
 
         Every use looks them up in ``parameters``, whose entries may be replaced between steps.
+
+        Args:
+            parameters: Parameters by global name.
+            every: All parameters of the rank, if ``parameters`` are only some of them.
         """
-        layouts = {name: FlatRow({name: tuple(p.shape)}) for name, p in parameters.items()}
+        shapes = {name: tuple(p.shape) for name, p in (every or parameters).items()}
+        layouts = {name: FlatRow({name: shape}) for name, shape in shapes.items()}
         found = cls({name: p.view(-1) for name, p in parameters.items()}, layouts, {})
         found._resident = parameters
         return found
@@ -91,10 +105,9 @@ class PartRows(Mapping[str, Tensor]):
         """Return the number of all names."""
         return len(self._keys)
 
-    def row(self, layer: int) -> Tensor:
-        """Return the row of a layer of which every rank of its stage holds the same values."""
-        (key,) = {self._keys[name] for name in self._names[layer].values()}
-        return self.rows[key]
+    def rows_of(self, layer: int) -> list[Tensor]:
+        """Return the rows of a layer, in the order of their first parameters."""
+        return [self.rows[key] for key in self._keys_of(layer)]
 
     def messages(self, part: WeightPart, allocate: Callable[..., Tensor]) -> list[RowMessage]:
         """Return a message for each sharded row of a part, with a row that ``allocate`` makes.
@@ -131,8 +144,10 @@ class PartRows(Mapping[str, Tensor]):
         return peak + (0 if self._streamed is None else self._streamed.take_peak_bytes())
 
     def _sharded_keys(self, part: WeightPart) -> list[str]:
-        keys = dict.fromkeys(self._keys[name] for name in self._names[part].values())
-        return [key for key in keys if key in self._groups]
+        return [key for key in self._keys_of(part) if key in self._groups]
+
+    def _keys_of(self, part: WeightPart) -> Iterable[str]:
+        return dict.fromkeys(self._keys[name] for name in self._names[part].values())
 
 
 def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:

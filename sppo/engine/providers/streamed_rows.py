@@ -9,6 +9,7 @@ the end of a step all sums have left, or are being copied.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ class StreamedRows(Mapping[str, Tensor]):
 
     Args:
         in_tier: Rows of all stages of the rank in the other tier, by key.
-        stages: Keys of the rows of each stage; two stages may share a row.
+        stages: Keys of the rows of each stage; two stages may share a row. Those of rows that are
+            not in the tier are ignored.
         device: Device that computes.
         lane: Lane between the device and the other tier.
+        staying: Further rows, which stay on the device, by key.
     """
 
     def __init__(
@@ -36,24 +39,31 @@ class StreamedRows(Mapping[str, Tensor]):
         stages: Mapping[int, Collection[str]],
         device: torch.device,
         lane: Lane,
+        staying: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        self.dtype, self.device = next(iter(in_tier.values())).dtype, device
-        self._in_tier, self._stages, self._lane = in_tier, stages, lane
+        rows = (*in_tier.values(), *staying.values())
+        self.dtype = rows[0].dtype if rows else torch.float32
+        self.device, self._lane = device, lane
+        self._in_tier, self._staying = in_tier, staying
+        self._stages = {
+            stage: [key for key in keys if key in in_tier] for stage, keys in stages.items()
+        }
         self._here: dict[str, Tensor] = {}
         self._coming: dict[str, Event] = {}
         self._peak_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over all keys, whether their rows are on the device or not."""
-        return iter(self._in_tier)
+        yield from self._in_tier
+        yield from self._staying
 
     def __len__(self) -> int:
         """Return the number of all keys."""
-        return len(self._in_tier)
+        return len(self._in_tier) + len(self._staying)
 
     def has(self, keys: Iterable[str]) -> bool:
         """Return whether all these rows are on the device, or being copied to it."""
-        return all(key in self._here for key in keys)
+        return all(key in self._here or key in self._staying for key in keys)
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes on the device since the last call."""
@@ -94,7 +104,7 @@ class StreamedRows(Mapping[str, Tensor]):
 
 
 class StreamedWeights(StreamedRows):
-    """Rows of weights on the device, of the stages in use.
+    """Rows of weights on the device, of the stages in use, and rows that stay there.
 
     The other tier is read at every fetch, so that the next step sees an update in place.
     """
@@ -114,7 +124,7 @@ class StreamedWeights(StreamedRows):
     def __getitem__(self, key: str) -> Tensor:
         """Return a row of a fetched stage; compute issued from now on waits for its copy."""
         self._await_copy(key)
-        return self._here[key]
+        return self._staying[key] if key in self._staying else self._here[key]
 
     def end_step(self) -> None:
         """Free all weights on the device."""

@@ -61,9 +61,9 @@ class WeightProvider:
     def release(self, part: WeightPart) -> None:
         """Release the weights of ``part`` that :meth:`take` returned."""
 
-    def row(self, layer: int) -> Tensor:
-        """Return the flat row of a layer whose weights are whole on this rank."""
-        return self._weights.row(layer)
+    def rows_of(self, layer: int) -> list[Tensor]:
+        """Return the flat rows of a layer whose weights are whole on this rank."""
+        return self._weights.rows_of(layer)
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary weights on the device since the last call."""

@@ -13,7 +13,6 @@ from sppo.checkpoint.tensors import check_fits, load_tensors
 from sppo.config import RunConfig
 from sppo.engine.engine import Engine
 from sppo.engine.providers.part_rows import Rows
-from sppo.engine.providers.streamed_rows import StreamedWeights
 from sppo.optim.sharded_state import ShardedState
 from sppo.planning.plan import ExecutionPlan
 from sppo.quoting import quoted
@@ -21,7 +20,7 @@ from sppo.training.connections import connect_pipeline
 from sppo.training.job import Job
 from sppo.training.starting_checkpoint import starting_checkpoint
 from sppo.training.starting_weights import check_weights, starting_weights
-from sppo.training.state import DTYPES, state_tier, zero_rows
+from sppo.training.state import DTYPES, state_tier, used_weights, zero_rows
 
 _NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
 """Keys of the model section that do not change the function that the model computes."""
@@ -56,22 +55,27 @@ def forward_engine(
     run, device, tiers = job.run, job.device, plan.state
     pipeline, place = connect_pipeline(job, plan), device.torch_device
     sharded = ShardedState(
-        run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
+        run.model,
+        mesh=job.mesh,
+        pipeline=pipeline,
+        device=place,
+        zero=run.parallel.zero,
+        trainable=plan.trainable,
     )
     with ExitStack() as stack:
         memory, lane = state_tier(job, tiers) if tiers.streams_weights else (None, None)
         if lane is not None:
             stack.enter_context(closing(lane))
-        dtype, streams = DTYPES[run.train.dtype], tiers.streams_weights
-        rows = zero_rows(sharded.weight_shapes, dtype, streams, memory=memory, place=place)
+        dtype, away = DTYPES[run.train.dtype], sharded.streamed_keys(tiers)
+        rows = zero_rows(sharded.weight_shapes, dtype, away, memory=memory, place=place)
         if source is None:
             found = _fill_initial(job, sharded, rows)
         else:
             found = _fill_from_checkpoint(job, sharded, rows, source)
         if memory is not None:
             memory.drop_pages()
-        stages = sharded.keys_of_stages
-        used = StreamedWeights(rows, stages=stages, device=place, lane=lane) if lane else rows
+        streamed = {"stages": sharded.keys_of_stages, "device": place, "lane": lane}
+        used = used_weights(rows, sharded, tiers, **streamed)
         device.trim()  # frees memory that only the reading used
         engine = Engine(
             run.model,
