@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from sppo.activations.placement import Counts
 from sppo.cost.layer import Workload
+from sppo.cost.layer_kinds import LayerKind, count_kinds
 from sppo.cost.packed_sequence import (
     PackedSequence,
     SampleParts,
@@ -19,6 +21,7 @@ from sppo.cost.packed_sequence import (
     parts_of_sequence,
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
+from sppo.cost.trainable import layers_without_backward
 from sppo.hardware.description import Tier
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.orders.names import LOOPED, order_of
@@ -162,6 +165,23 @@ class Candidate:
     def layer_counts(self) -> Table:
         """Number of layers of each stage, [stages]."""
         return np.array([len(stage) for stage in self.stages], dtype=np.float64)
+
+    @property
+    def kinds_of_layers(self) -> tuple[Counter[LayerKind], ...]:
+        """Number of layers of each kind in each stage."""
+        return count_kinds(self.workload.model, self.workload.trainable, self.stages)
+
+    @property
+    def backward_layers(self) -> Table:
+        """Number of layers of each stage that have a backward, [stages]."""
+        first = layers_without_backward(self.workload.model, self.workload.trainable)
+        counts = [len(range(max(first, own.start), own.stop)) for own in self.stages]
+        return np.array(counts, dtype=np.float64)
+
+    @property
+    def forward_only_stages(self) -> int:
+        """Number of first stages that have no layer with a backward."""
+        return int((self.backward_layers == 0).sum())
 
     @property
     def neighbours(self) -> Counts:

@@ -11,7 +11,7 @@ width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
@@ -69,8 +69,15 @@ def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
     return in_compute_dtype * element_bytes + in_fp32 * _ACCUMULATION_BYTES
 
 
-def layer_work(model: ModelConfig, *, element_bytes: int) -> Mapping[str, list[Work]]:
+def layer_work(
+    model: ModelConfig, *, element_bytes: int, trained: Collection[str]
+) -> Mapping[str, list[Work]]:
     """Return the kernels of passes over a layer.
+
+    Args:
+        model: Model configuration.
+        element_bytes: Bytes of an element of the compute dtype.
+        trained: Names of the parameters that have gradients, of which biases matter here.
 
     Returns:
         Kernels of "forward"; of "backward", which recomputes only norms and activations; of
@@ -93,9 +100,11 @@ def layer_work(model: ModelConfig, *, element_bytes: int) -> Mapping[str, list[W
         backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
     if element_bytes < _ACCUMULATION_BYTES:
         backward += [("narrow", key)] * 2
-    biases = [query, key, key] * model.qkv_bias + [e] * model.output_bias
-    biases += [f, e] * model.mlp_bias
-    backward += [(f"{model.mlp}_backward", f), *(("bias_gradient", width) for width in biases)]
+    backward.append((f"{model.mlp}_backward", f))
+    widths = {"q": query, "k": key, "v": key, "o": e, "up": f, "down": e}
+    backward += [
+        ("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained
+    ]
     return {
         "forward": [*kv, *queries, (f"{norm}_add", e), (model.mlp, f), ("add", e)],
         "backward": backward,

@@ -3,8 +3,10 @@
 Model FLOPs are causal and without recomputation. Forward: 2 FLOPs per weight and token for every
 matrix product, including the vocabulary projection but not the embedding look-up, plus
 ``4 * N * D`` per visible (query, key) pair and layer: 2 for q.k, 2 for p.v; a causal sequence of S
-tokens has S(S+1)/2 pairs. Backward counts twice the forward. Tokens whose label does not count have
-no FLOPs of the vocabulary projection, which does not compute them.
+tokens has S(S+1)/2 pairs. Backward counts twice the forward: products for the gradients of inputs,
+and for those of weights. A frozen weight has no gradient, so it counts 4 FLOPs per token in all
+instead of 6; a layer without backward counts its forward alone. Tokens whose label does not count
+have no FLOPs of the vocabulary projection, which does not compute them.
 ``mfu`` = model FLOPs / (time * peak). ``hfu`` uses executed FLOPs, which include recomputation and
 the flash backward at 2.5 times the attention forward instead of 2.
 """
@@ -12,33 +14,36 @@ the flash backward at 2.5 times the attention forward instead of 2.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import layer_shapes
+from sppo.cost.layer_kinds import LayerKind, elements, kinds_of_model
+from sppo.cost.trainable import EVERYTHING, Trainable, trains_head
 
-BACKWARD_RATIO = 2.0
+BACKWARD_RATIO = 2
 FLASH_BACKWARD_RATIO = 2.5
+_PASSES = 1 + BACKWARD_RATIO
 _Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
 
 
-def layer_flops(model: ModelConfig) -> int:
-    """Return the forward FLOPs per token of all matrix products of one layer."""
-    return 2 * sum(prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2)
+def layer_flops(kind: LayerKind) -> tuple[int, int]:
+    """Return the forward and the backward FLOPs per token of the products of a layer."""
+    forward = 2 * elements(kind.matrices)
+    return forward, (forward + 2 * elements(kind.trained_matrices)) * kind.has_backward
+
+
+def head_flops(model: ModelConfig, trainable: Trainable = EVERYTHING) -> tuple[int, int]:
+    """Return the forward and the backward FLOPs per token of the vocabulary projection."""
+    forward = 2 * model.vocab_size * model.hidden_size
+    return forward, forward * (1 + trains_head(model, trainable))
 
 
 def pair_flops(model: ModelConfig) -> int:
     """Return the forward FLOPs of attention per visible (query, key) pair of one layer."""
     return 4 * model.num_heads * model.head_dim
-
-
-def head_flops(model: ModelConfig) -> int:
-    """Return the forward FLOPs per token of the vocabulary projection."""
-    return 2 * model.vocab_size * model.hidden_size
 
 
 def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> _Tokens:
@@ -58,58 +63,80 @@ def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> 
     return below(end) - below(start)
 
 
-def forward_flops(model: ModelConfig, *, start: int, end: int) -> int:
-    """Return the forward model FLOPs of tokens ``start..end-1``, if the labels of all count."""
-    linear = (layer_flops(model) * model.num_layers + head_flops(model)) * (end - start)
-    pairs = sum(
-        causal_pairs(start, end, window=model.window_of(index)) for index in range(model.num_layers)
-    )
-    return linear + pair_flops(model) * pairs
+def model_flops(
+    model: ModelConfig, trainable: Trainable = EVERYTHING, *, start: int, end: int
+) -> tuple[int, int]:
+    """Return the model FLOPs of forward and of backward of tokens ``start..end-1``.
+
+    The labels of all tokens count.
+    """
+    tokens = end - start
+    forward, backward = (own * tokens for own in head_flops(model, trainable))
+    for kind, count in kinds_of_model(model, trainable).items():
+        of_forward, of_backward = layer_flops(kind)
+        attention = pair_flops(model) * causal_pairs(start, end, window=kind.window)
+        forward += count * (of_forward * tokens + attention)
+        backward += count * (of_backward * tokens + BACKWARD_RATIO * attention * kind.has_backward)
+    return forward, backward
 
 
-def step_flops(model: ModelConfig, *, length: int, sequences: int) -> int:
+def step_flops(
+    model: ModelConfig, trainable: Trainable = EVERYTHING, *, length: int, sequences: int
+) -> int:
     """Return the model FLOPs of forward and backward of sequences in which all labels count."""
-    return int((1 + BACKWARD_RATIO) * forward_flops(model, start=0, end=length) * sequences)
+    return sum(model_flops(model, trainable, start=0, end=length)) * sequences
 
 
-def sample_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
+def sample_flops(
+    model: ModelConfig, lengths: Iterable[int], trainable: Trainable = EVERYTHING
+) -> int:
     """Return the model FLOPs of forward and backward of samples that each attend to themselves."""
-    return sum(step_flops(model, length=length, sequences=1) for length in lengths)
+    return sum(step_flops(model, trainable, length=length, sequences=1) for length in lengths)
 
 
-def ignored_flops(model: ModelConfig, tokens: int) -> int:
+def ignored_flops(model: ModelConfig, tokens: int, trainable: Trainable = EVERYTHING) -> int:
     """Return the FLOPs that a step saves for tokens whose label does not count: the head's."""
-    return int((1 + BACKWARD_RATIO) * head_flops(model) * tokens)
+    return sum(head_flops(model, trainable)) * tokens
 
 
-def linear_flops(model: ModelConfig, *, label_share: float = 1.0) -> float:
-    """Return the forward FLOPs per token of all matrix products of the layers and the head.
+def linear_flops(
+    model: ModelConfig, trainable: Trainable = EVERYTHING, *, label_share: float = 1.0
+) -> float:
+    """Return the FLOPs per token, forward and backward, of all products of layers and head.
 
     Args:
         model: Model configuration.
+        trainable: Parameters that train.
         label_share: Share of the tokens whose label counts.
     """
-    return layer_flops(model) * model.num_layers + head_flops(model) * label_share
+    kinds = kinds_of_model(model, trainable).items()
+    layers = sum(sum(layer_flops(kind)) * count for kind, count in kinds)
+    return layers + sum(head_flops(model, trainable)) * label_share
 
 
-def partition_costs(model: ModelConfig, *, label_share: float = 1.0) -> tuple[float, float]:
+def partition_costs(
+    model: ModelConfig, trainable: Trainable = EVERYTHING, *, label_share: float = 1.0
+) -> tuple[float, float]:
     """Return (a, b) of :mod:`sppo.planning.partition`: FLOPs per token and per visible pair.
 
-    Both cover all layers and the head. Attention with a sliding window is nearly linear in the
-    number of tokens, so its FLOPs count per token.
+    Both cover all layers and the head, and are means over a forward and the two products of a
+    backward: with frozen weights, a token costs less beside a pair. Attention with a sliding window
+    is nearly linear in the number of tokens, so its FLOPs count per token.
 
     Args:
         model: Model configuration.
+        trainable: Parameters that train.
         label_share: Share of the tokens whose label counts.
     """
-    linear = linear_flops(model, label_share=label_share)
+    linear = sum(head_flops(model, trainable)) / _PASSES * label_share
     quadratic = 0.0
-    for index in range(model.num_layers):
-        window = model.window_of(index)
-        if window is None:
-            quadratic += pair_flops(model)
+    for kind, count in kinds_of_model(model, trainable).items():
+        of_pair = pair_flops(model) * (1 + BACKWARD_RATIO * kind.has_backward) * count / _PASSES
+        linear += sum(layer_flops(kind)) * count / _PASSES
+        if kind.window is None:
+            quadratic += of_pair
         else:
-            linear += pair_flops(model) * window
+            linear += of_pair * kind.window
     return linear, quadratic
 
 
@@ -119,7 +146,6 @@ def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
     return ("q", "o", "up", *gate, *k)
 
 
-def recomputed_linear_flops(model: ModelConfig) -> int:
+def recomputed_linear_flops(model: ModelConfig, kind: LayerKind) -> int:
     """Return the FLOPs per token and layer of the products of :func:`recomputed_linear_names`."""
-    shapes = layer_shapes(model)
-    return 2 * sum(prod(shapes[f"{name}.weight"]) for name in recomputed_linear_names(model))
+    return 2 * elements(kind.projections(*recomputed_linear_names(model)))

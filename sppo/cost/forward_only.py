@@ -32,7 +32,7 @@ def forward_costs(candidate: Candidate) -> Costs:
     """Return the costs of the forwards of a candidate's sequences if nothing is saved."""
     workload, costs = candidate.workload, costs_without_activations(candidate)
     tokens = np.array(candidate.lengths * candidate.sequences, dtype=np.float64)
-    less = candidate.layer_counts[:, None] * saving_seconds(workload, tokens=tokens)
+    less = candidate.backward_layers[:, None] * saving_seconds(workload, tokens=tokens)
     whole, alone = (
         summed(head_parts(workload, tokens=tokens, with_gradients=is_whole))
         for is_whole in (True, False)

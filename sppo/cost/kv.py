@@ -7,6 +7,8 @@ follows its forward.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from sppo.activations.activation_layout import (
@@ -17,6 +19,7 @@ from sppo.activations.activation_layout import (
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
+from sppo.cost.layer_kinds import LayerKind, Shapes
 from sppo.cost.sharding.collectives import layer_gather_seconds
 from sppo.schedule.costs import Table
 from sppo.schedule.transfers.copies import KVPlacement
@@ -36,7 +39,7 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
 def kv_tokens(candidate: Candidate) -> tuple[Table, Table]:
     """Return the bytes of K and V, and of their gradients, of a token on each stage, [stages]."""
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    return candidate.layer_counts * kv_bytes, candidate.layer_counts * gradient_bytes
+    return candidate.layer_counts * kv_bytes, candidate.backward_layers * gradient_bytes
 
 
 def kv_offload_bytes(candidate: Candidate) -> Table:
@@ -60,10 +63,16 @@ def kv_recompute_seconds(candidate: Candidate) -> Table:
 def kv_compute_seconds(candidate: Candidate) -> Table:
     """Return the seconds of recomputing K and V, without gathers of weights, [stages, N]."""
     tokens = np.array(candidate.lengths, dtype=np.float64)
-    recomputed = _layers(candidate, "recomputed")
-    if not recomputed.any():
-        return np.zeros((len(recomputed), len(tokens)))
-    seconds: Table = recomputed[:, None] * kv_seconds(candidate.workload, tokens=tokens)
+    recomputes = np.array([kv == "recomputed" for kv in candidate.kv_of_stages])
+    seconds: Table = np.zeros((len(recomputes), len(tokens)))
+    if not recomputes.any():
+        return seconds
+    layers = [_kv_projections(kinds) for kinds in candidate.kinds_of_layers]
+    for matrices in set().union(*layers):
+        counts = np.array([own[matrices] for own in layers]) * recomputes
+        seconds += counts[:, None] * kv_seconds(
+            candidate.workload, tokens=tokens, matrices=matrices
+        )
     return seconds
 
 
@@ -89,7 +98,18 @@ def kv_tier_bytes(candidate: Candidate) -> Counts:
     return whole
 
 
+def _kv_projections(kinds: Counter[LayerKind]) -> Counter[Shapes]:
+    """Return the number of layers with a backward by their projections to K and V."""
+    found: Counter[Shapes] = Counter()
+    for kind, count in kinds.items():
+        found[kind.projections("k", "v")] += count * kind.has_backward
+    return found
+
+
 def _layers(candidate: Candidate, placement: KVPlacement) -> Counts:
-    """Return the layers of each stage whose K and V have `placement`, 0 for others, [stages]."""
+    """Return the layers of each stage whose K and V have `placement`, 0 for others, [stages].
+
+    A layer without backward needs its K and V no longer.
+    """
     is_placed = [kv == placement for kv in candidate.kv_of_stages]
-    return candidate.layer_counts.astype(np.int64) * is_placed
+    return candidate.backward_layers.astype(np.int64) * is_placed

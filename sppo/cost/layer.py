@@ -3,8 +3,10 @@
 Matrix products and attention take FLOPs over the rate that the device reaches at their shape
 (:mod:`sppo.hardware.rates`); element-wise kernels take bytes over the rate of each kernel
 (:mod:`sppo.cost.elementwise`). A flash backward executes 2.5 times the FLOPs of its forward, the
-backward of a matrix product twice those of its forward, half of them for the weight gradient. Each
-device of a sequence-parallel group does a g-th of all work, and the group exchanges tokens.
+backward of a matrix product twice those of its forward, half of them for the weight gradient, which
+frozen weights do not have. Products with the factors of adapters are so thin that they take at
+least the time in which memory transfers their wide operands. Each device of a sequence-parallel
+group does a g-th of all work, and the group exchanges tokens.
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
 width, g sequence-parallel degree. Tables are [subsequences].
@@ -17,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, reduce
 from math import prod, sqrt
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,10 +27,11 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import ModelConfig
 from sppo.cost.elementwise import Work, bytes_per_element, layer_work, saving_work
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
+from sppo.cost.layer_kinds import LayerKind, Shapes, elements
 from sppo.cost.packed_sequence import SampleParts
-from sppo.cost.parameters import Shape, layer_shapes
+from sppo.cost.parameters import Shape
 from sppo.cost.tiles import tile_tokens
-from sppo.cost.trainable import EVERYTHING, Trainable
+from sppo.cost.trainable import EVERYTHING, LORA_A, LORA_B, Trainable, is_factor, trains_head
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.rates import Floats, Product
 from sppo.schedule.costs import Table
@@ -50,6 +53,8 @@ before it, and back after it."""
 
 _FORWARD_KERNELS = 16
 _BACKWARD_KERNELS = 36
+_READS_AND_WRITES = frozenset({(LORA_A, "input"), (LORA_B, "forward")})
+"""Products with factors that add to a wide tensor; the others read theirs only."""
 _CLASSES = (X_IN, ATTENTION, LINEAR)
 _EXCHANGES = {
     "ulysses": {"backward": 1.0, "linear_recompute": 0.0, "attention_recompute": 0.5},
@@ -161,48 +166,54 @@ def summed(parts: Parts) -> Table:
 
 
 def layer_parts(
-    workload: Workload, parts: SampleParts, *, window: int | None
+    workload: Workload, parts: SampleParts, *, kind: LayerKind
 ) -> dict[str, dict[str, Table]]:
     """Return the seconds of each of :data:`PASS_NAMES` over one layer, by part.
+
+    A layer without backward has only a forward, which saves nothing.
 
     Args:
         workload: Model, machine, precision, sequence parallelism.
         parts: Parts of samples in each subsequence.
-        window: Sliding window of the layer, None for full attention.
+        kind: Kind of the layer.
     """
     model, device, tokens = workload.model, workload.hardware.device, parts.tokens
     here = tokens / workload.sequence_parallel_degree
-    shapes = layer_shapes(model)
-    matrices = [shape for shape in shapes.values() if len(shape) == 2]
-    recomputed = [shapes[f"{name}.weight"] for name in recomputed_linear_names(model)]
+    matrices, trained, factors = kind.matrices, kind.trained_matrices, kind.factors
+    recomputed = kind.projections(*recomputed_linear_names(model))
+    again = kind.recomputed_factors
     attention, attention_backward = map(
-        parts.by_subsequence, _attention_seconds(workload, parts, window=window)
+        parts.by_subsequence, _attention_seconds(workload, parts, window=kind.window)
     )
-    elementwise = {
-        name: _work_seconds(workload, work, tokens=here)
-        for name, work in layer_work(model, element_bytes=workload.element_bytes).items()
+    works = layer_work(model, element_bytes=workload.element_bytes, trained=kind.trained)
+    elementwise = {name: _work_seconds(workload, work, tokens=here) for name, work in works.items()}
+    saving = {
+        index: _saving_seconds(workload, index, tokens=here) * kind.has_backward
+        for index in _CLASSES
     }
-    saving = {index: _saving_seconds(workload, index, tokens=here) for index in _CLASSES}
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
+    # Each factor has two products in place of the one that a frozen weight lacks.
+    backward_kernels = _BACKWARD_KERNELS + len(trained) + len(factors) + len(again) - len(matrices)
     passes: dict[str, dict[str, Table]] = {
         "forward": {
             "products": _products(workload, matrices, tokens=here, product="forward"),
             "attention": attention,
             "elementwise": elementwise["forward"] + sum(saving.values()),
             "exchange": exchange,
-            "launches": np.full_like(tokens, _FORWARD_KERNELS * device.kernel_s),
+            "launches": np.full_like(tokens, (_FORWARD_KERNELS + len(factors)) * device.kernel_s),
         },
         "backward": {
-            "products": _products(workload, matrices, tokens=here, product="input"),
+            "products": _products(workload, matrices, tokens=here, product="input")
+            + _products(workload, again, tokens=here, product="forward"),
             "attention": attention_backward,
             "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],
-            "launches": np.full_like(tokens, _BACKWARD_KERNELS * device.kernel_s),
+            "launches": np.full_like(tokens, backward_kernels * device.kernel_s),
         },
         "weight": {
-            "products": _products(workload, matrices, tokens=here, product="weight"),
-            "gradient_sums": np.full_like(tokens, _gradient_sum_seconds(workload, matrices)),
+            "products": _products(workload, trained, tokens=here, product="weight"),
+            "gradient_sums": np.full_like(tokens, _gradient_sum_seconds(workload, trained)),
         },
         "linear_recompute": {
             "products": _products(workload, recomputed, tokens=here, product="forward"),
@@ -216,23 +227,29 @@ def layer_parts(
         },
     }
     correction = workload.correction
-    factors = {"forward": correction.forward}
+    corrected = {"forward": correction.forward}
+    others = correction.backward * kind.has_backward
     return {
-        name: {part: own * factors.get(name, correction.backward) for part, own in parts_s.items()}
+        name: {part: own * corrected.get(name, others) for part, own in parts_s.items()}
         for name, parts_s in passes.items()
     }
 
 
-def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Return the seconds of recomputing K and V of one layer from its input, [subsequences]."""
-    model, shapes = workload.model, layer_shapes(workload.model)
+def kv_seconds(workload: Workload, *, tokens: Floats, matrices: Shapes) -> Table:
+    """Return the seconds of recomputing K and V of one layer from its input, [subsequences].
+
+    Args:
+        workload: Model, machine, precision, sequence parallelism.
+        tokens: Tokens of each subsequence.
+        matrices: Weights and factors of the projections to K and V.
+    """
+    model = workload.model
     here = tokens / workload.sequence_parallel_degree
     # Ulysses exchanges only k and v of the tensors of a forward; Megatron gathers the tokens.
     share = model.kv_heads / (model.num_heads + model.kv_heads)
     if workload.sequence_parallel == "megatron":
         share = _EXCHANGES["megatron"]["linear_recompute"]
-    matrices = [shapes["k.weight"], shapes["v.weight"]]
-    work = layer_work(model, element_bytes=workload.element_bytes)["kv"]
+    work = layer_work(model, element_bytes=workload.element_bytes, trained=())["kv"]
     seconds: Table = (
         _products(workload, matrices, tokens=here, product="forward")
         + _work_seconds(workload, work, tokens=here)
@@ -253,18 +270,19 @@ def head_parts(
     here = tokens * workload.label_share / workload.sequence_parallel_degree
     most = tile_tokens(model.vocab_size, element_bytes=workload.element_bytes, device=device.kind)
     tile = np.minimum(here, most)
-    tiles, matrix = here / tile, [(model.vocab_size, model.hidden_size)]
-    kinds: tuple[Product, ...] = get_args(Product) if with_gradients else ("forward",)
-    products: Table = np.sum(
-        [_products(workload, matrix, tokens=tile, product=kind) for kind in kinds], axis=0
-    )
+    tiles, head = here / tile, (("head.weight", (model.vocab_size, model.hidden_size)),)
+    trained = head * (with_gradients and trains_head(model, workload.trainable))
+    products = _products(workload, head, tokens=tile, product="forward")
+    if with_gradients:
+        products = products + _products(workload, head, tokens=tile, product="input")
+    products = products + _products(workload, trained, tokens=tile, product="weight")
     loss = _work_seconds(workload, [("loss_gradient", model.vocab_size)], tokens=tile)
     norms = [(model.norm, model.hidden_size), (f"{model.norm}_backward", model.hidden_size)]
     parts = {
         "products": products * tiles,
         "elementwise": loss * tiles
         + _work_seconds(workload, norms[: 1 + with_gradients], tokens=here),
-        "gradient_sums": _gradient_sum_seconds(workload, matrix) * tiles * with_gradients,
+        "gradient_sums": _gradient_sum_seconds(workload, trained) * tiles,
     }
     return {name: seconds * workload.correction.forward for name, seconds in parts.items()}
 
@@ -310,11 +328,12 @@ def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
 
 
 def attention_seconds(
-    workload: Workload, parts: SampleParts, *, window: int | None
+    workload: Workload, parts: SampleParts, *, kind: LayerKind
 ) -> tuple[Table, Table]:
     """Return the seconds of attention forward and backward on one device of the group, [parts]."""
-    forward, backward = _attention_seconds(workload, parts, window=window)
-    return forward * workload.correction.forward, backward * workload.correction.backward
+    forward, backward = _attention_seconds(workload, parts, window=kind.window)
+    correction = workload.correction
+    return forward * correction.forward, backward * correction.backward * kind.has_backward
 
 
 def _attention_seconds(
@@ -347,21 +366,30 @@ def _attention_seconds(
     return forward, backward
 
 
-def _products(
-    workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
-) -> Table:
+def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: Product) -> Table:
     """Return the seconds of products with `tokens` rows, each matrix priced at its own width."""
     device, dtype = workload.hardware.device, workload.dtype
     seconds = np.zeros_like(tokens)
-    for shape, count in Counter(shapes).items():
+    for (factor, shape), count in Counter(map(_priced_by, matrices)).items():
         rate = device.gemm_flops_per_s(
             dtype, tokens=tokens, width=sqrt(prod(shape)), product=product
         )
-        seconds += count * 2 * prod(shape) * tokens / rate
+        own = count * 2 * prod(shape) * tokens / rate
+        if factor:
+            passes = 2 if (factor, product) in _READS_AND_WRITES else 1
+            moved = count * passes * max(shape) * tokens * workload.element_bytes
+            own = np.maximum(own, moved / device.memory_bytes_per_s)
+        seconds += own
     return seconds
 
 
-def _gradient_sum_seconds(workload: Workload, shapes: Iterable[Shape]) -> float:
+def _priced_by(matrix: tuple[str, Shape]) -> tuple[str, Shape]:
+    """Return what the time of a product depends on: whether it is a factor A or B, and shape."""
+    name, shape = matrix
+    return name.split(".")[-1] * is_factor(name), shape
+
+
+def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:
     """Return the seconds per subsequence of adding weight gradients to their fp32 sums.
 
     Zero if products were measured: the measured time of a weight gradient includes the addition.
@@ -369,7 +397,7 @@ def _gradient_sum_seconds(workload: Workload, shapes: Iterable[Shape]) -> float:
     device = workload.hardware.device
     if device.measured_gemm(workload.dtype):
         return 0.0
-    return sum(map(prod, shapes)) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
+    return elements(matrices) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
 
 
 def _work_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -> Table:

@@ -6,12 +6,12 @@ adds bytes of copies and seconds of recomputation.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
 from math import inf
+from operator import attrgetter
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -31,7 +31,6 @@ from sppo.activations.tensor_classes import (
 )
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.flops import (
-    BACKWARD_RATIO,
     FLASH_BACKWARD_RATIO,
     causal_pairs,
     linear_flops,
@@ -51,8 +50,8 @@ from sppo.cost.layer import (
     summed,
     update_seconds,
 )
+from sppo.cost.layer_kinds import LayerKind, elements, kinds_of_model, layer_kinds
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
-from sppo.cost.parameters import layer_parameters
 from sppo.cost.sharding.collectives import (
     REDUCE_BUCKET_BYTES,
     REDUCE_BUCKETS,
@@ -66,6 +65,7 @@ from sppo.cost.sharding.weight_parts import (
     parameters_by_copies,
     updated_parameters,
 )
+from sppo.cost.trainable import LORA_A, LORA_B, layers_without_backward
 from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
@@ -78,6 +78,11 @@ absent.
 
 Each range takes a stream of each of torch's two pools of 32, which leaves 8 streams of each for
 other uses (:mod:`sppo.parallel.mesh_shape`)."""
+_SHARED_INPUTS = {
+    **dict.fromkeys("qkv", "norm of x_in"),
+    **dict.fromkeys(("gate", "up"), "norm of x_mid"),
+}
+"""Inputs of several projections, by projection."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,15 +137,31 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
     gradients of all outputs, and the inputs, once for products that share an input.
     """
     workload = candidate.workload
-    model = workload.model
-    queries, keys = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
-    hidden = model.hidden_size
-    inputs = 2 * hidden + queries + model.mlp_size
-    outputs = queries + 2 * keys + 2 * hidden + model.mlp_size * (2 if model.gated else 1)
+    widths = [
+        sum(count * _operand_elements(kind) for kind, count in kinds.items())
+        for kinds in candidate.kinds_of_layers
+    ]
     tokens = np.array(candidate.lengths) / workload.sequence_parallel_degree
-    row_bytes = (inputs + outputs) * workload.element_bytes
-    result: Table = candidate.layer_counts[:, None] * tokens * row_bytes
+    result: Table = np.array(widths)[:, None] * tokens * workload.element_bytes
     return result
+
+
+@lru_cache(maxsize=128)
+def _operand_elements(kind: LayerKind) -> int:
+    """Return the elements per token of the operands of a layer's weight-gradient products."""
+    operands: dict[str, int] = {}
+    for name, (outputs, inputs) in kind.trained_matrices:
+        projection, part = name.split(".")
+        of_output, of_input = (
+            f"gradient of {projection}",
+            _SHARED_INPUTS.get(projection, projection),
+        )
+        if part == LORA_A:  # between the factors, tokens are as wide as the rank
+            of_output = f"gradient between the factors of {projection}"
+        elif part == LORA_B:
+            of_input = f"between the factors of {projection}"
+        operands |= {of_output: outputs, of_input: inputs}
+    return sum(operands.values()) * kind.has_backward
 
 
 def _deferral_seconds(candidate: Candidate) -> Table:
@@ -227,21 +248,29 @@ def stage_costs(candidate: Candidate, placement: ActivationPlacement) -> Costs:
 def costs_without_activations(candidate: Candidate) -> Costs:
     """Return the costs of a step if saved tensors took no memory; cached, must not be modified."""
     workload, seconds = candidate.workload, stage_seconds(candidate)
-    carried_s, stages = message_seconds(candidate), candidate.num_stages
-    nothing = np.zeros_like(carried_s)
+    (carried_down_s, carried_up_s), stages = message_seconds(candidate), candidate.num_stages
+    nothing = np.zeros_like(carried_down_s)
     tier, waits = candidate.state.tier, candidate.zero >= 2 and candidate.state.streams_gradients
     # Only layers are lent (MSP), and each device of a sequence-parallel group sends its part.
-    lent = layer_parameters(workload.model) / workload.sequence_parallel_degree
-    lent_parameters = candidate.layer_counts * lent
+    lent, lent_trained = (
+        np.array(
+            [
+                sum(count * elements(of_kind(kind)) for kind, count in kinds.items())
+                for kinds in candidate.kinds_of_layers
+            ]
+        )
+        / workload.sequence_parallel_degree
+        for of_kind in (attrgetter("shapes"), attrgetter("trained_shapes"))
+    )
     slope_linear, slope_quadratic = partition_costs(
-        workload.model, label_share=workload.label_share
+        workload.model, workload.trainable, label_share=workload.label_share
     )
     lengths = np.array(candidate.lengths * candidate.sequences)
     kv_bytes, kv_gradient_bytes = (own[:, None] * lengths for own in kv_tokens(candidate))
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
     return Costs(
-        forward_s=seconds.forward + carried_s,
-        backward_s=seconds.backward + carried_s,
+        forward_s=seconds.forward + carried_down_s,
+        backward_s=seconds.backward + carried_up_s,
         weight_s=seconds.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
         last_reduction_wait_s=last_reduction_seconds(candidate) if waits else np.zeros(stages),
@@ -253,8 +282,8 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
         kv_bytes=kv_bytes,
         kv_gradient_bytes=kv_gradient_bytes,
-        weight_bytes=lent_parameters * workload.element_bytes,
-        weight_gradient_bytes=lent_parameters * ACCUMULATION_BYTES,
+        weight_bytes=lent * workload.element_bytes,
+        weight_gradient_bytes=lent_trained * ACCUMULATION_BYTES,
         streamed_weight_bytes=streamed_weights,
         streamed_gradient_bytes=streamed_gradients,
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
@@ -274,10 +303,11 @@ def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> 
     A layer whose input is not saved repeats the down projection of the layer below: these FLOPs
     count as a share of those of the linear class.
     """
-    model, seconds = candidate.workload.model, stage_seconds(candidate)
-    layers = candidate.layer_counts
+    workload, seconds = candidate.workload, stage_seconds(candidate)
+    layers = np.maximum(1, candidate.backward_layers)
     unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
-    down = 2 * model.hidden_size * model.mlp_size / recomputed_linear_flops(model)
+    last = layer_kinds(workload.model, workload.trainable)[-1]
+    down = 2 * elements(last.projections("down")) / recomputed_linear_flops(workload.model, last)
     share = placement.recomputed / np.array(candidate.lengths)[None, :, None]
     linear, attention = (
         _of_units(table, candidate.sequences)
@@ -288,8 +318,13 @@ def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> 
 
 
 def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
-    """Return the flow of a stage's blocks: through slots to a disk, or directly to host memory."""
+    """Return the flow of a stage's blocks: through slots to a disk, or directly to host memory.
+
+    Layers without backward have no blocks; a stage without any block counts all of its layers.
+    """
     workload = candidate.workload
+    first = layers_without_backward(workload.model, workload.trainable)
+    layers = range(max(first, layers.start), layers.stop) or layers
     row_bytes = tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     layout = BlockLayout(row_bytes, layers=layers)
     leaving = layout.staging_slots if candidate.tier == "disk" else MAX_BLOCKS_IN_FLIGHT_OUT
@@ -299,10 +334,10 @@ def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
 def row_bytes_of(candidate: Candidate) -> Table:
     """Return the bytes of a row of each tensor class in all layers of a stage, [stages, 3].
 
-    Bytes are those of one device of the sequence-parallel group.
+    Bytes are those of one device of the sequence-parallel group. Layers without backward save none.
     """
     workload = candidate.workload
-    layers = candidate.layer_counts
+    layers = candidate.backward_layers
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     result: Table = layers[:, None] * classes
     result[:, X_IN] = np.ceil(layers / candidate.input_every) * classes[X_IN]
@@ -312,7 +347,7 @@ def row_bytes_of(candidate: Candidate) -> Table:
 def shared_input_bytes_of(candidate: Candidate) -> Table:
     """Return the bytes of a row's layer inputs that `input_every` leaves unsaved, [stages]."""
     workload = candidate.workload
-    layers = candidate.layer_counts
+    layers = candidate.backward_layers
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     sharing: Table = layers - np.ceil(layers / candidate.input_every)
     return sharing * float(classes[X_IN]) / workload.sequence_parallel_degree
@@ -349,18 +384,22 @@ def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
     Less :func:`ignored_flops` it is the numerator of ``hfu``. Recomputation counts, but not that of
     K and V.
     """
-    model, parts, layers = candidate.workload.model, candidate.sample_parts, candidate.layer_counts
+    workload, parts = candidate.workload, candidate.sample_parts
+    model, lengths = workload.model, np.array(candidate.lengths, dtype=np.float64)
     spans = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
-    pairs: Table = np.zeros(len(parts.begins))
-    for index in range(model.num_layers):
-        pairs += causal_pairs(*spans, window=model.window_of(index))
-    attention = pair_flops(model) * parts.by_subsequence(pairs)
-    linear = linear_flops(model)
-    rows = np.tensordot(layers / layers.sum(), placement.recomputed, axes=1)
-    again = rows[:, LINEAR] * recomputed_linear_flops(model) * model.num_layers
-    again += rows[:, ATTENTION] / np.array(candidate.lengths) * attention
-    flops = (1 + BACKWARD_RATIO) * linear * float(parts.tokens.sum()) + again.sum()
-    return candidate.sequences * int(flops + (1 + FLASH_BACKWARD_RATIO) * attention.sum())
+    flops = linear_flops(model, workload.trainable) * float(lengths.sum())
+    for stage, kinds in enumerate(candidate.kinds_of_layers):
+        linear, again = (placement.recomputed[stage, :, name] for name in (LINEAR, ATTENTION))
+        for kind, count in kinds.items():
+            pairs = causal_pairs(*spans, window=kind.window).astype(np.float64)
+            attention = pair_flops(model) * parts.by_subsequence(pairs)
+            own = attention.sum()
+            if kind.has_backward:
+                own += attention @ (FLASH_BACKWARD_RATIO + again / lengths)
+                own += recomputed_linear_flops(model, kind) * linear.sum()
+                own += 2 * elements(kind.recomputed_factors) * lengths.sum()
+            flops += count * float(own)
+    return candidate.sequences * int(flops)
 
 
 def kinds_of_stages(
@@ -368,12 +407,17 @@ def kinds_of_stages(
 ) -> tuple[list[int], list[int]]:
     """Return the first stage of each kind, and the kind of each stage.
 
-    Stages of a kind have equally many layers and the same rows; the last stage also has the loss.
+    Stages of a kind have equally many layers of each kind and the same rows; the last stage also
+    has the loss.
     """
-    layers = np.array([len(stage) for stage in candidate.stages])
-    is_last = np.arange(len(layers)) == len(layers) - 1
+    layers: dict[frozenset[tuple[LayerKind, int]], int] = {}
+    same = [
+        layers.setdefault(frozenset(kinds.items()), len(layers))
+        for kinds in candidate.kinds_of_layers
+    ]
+    is_last = np.arange(len(same)) == len(same) - 1
     tables = placement.retained, placement.offloaded, placement.recomputed
-    return kinds_of_rows(*tables, layers, is_last)
+    return kinds_of_rows(*tables, np.array(same), is_last)
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
@@ -415,19 +459,21 @@ def message_bytes(candidate: Candidate) -> Floats:
     return sizes
 
 
-def message_seconds(candidate: Candidate) -> Table:
-    """Return the compute seconds that a forward's or a backward's messages take, [stages, units].
+def message_seconds(candidate: Candidate) -> tuple[Table, Table]:
+    """Return the compute seconds of the messages of forwards and of backwards, [stages, units].
 
     A stage receives from one neighbour and sends to the other; the first and the last stage have
-    only one neighbour.
+    only one neighbour. Stages without backward have no gradients to send or receive.
     """
-    network = candidate.workload.hardware.network
-    seconds: Table = (
-        candidate.neighbours[:, None]
-        * message_bytes(candidate)
-        * network.message_compute_s_per_byte
+    each_s = (
+        message_bytes(candidate) * candidate.workload.hardware.network.message_compute_s_per_byte
     )
-    return seconds
+    down, first = candidate.neighbours, candidate.forward_only_stages
+    up = down.copy()
+    if first:
+        up[:first] = 0
+        up[first] = min(down[first], first < len(up) - 1)
+    return down[:, None] * each_s, up[:, None] * each_s
 
 
 def pipeline_links(candidate: Candidate) -> Links:
@@ -452,37 +498,30 @@ def _of_units(table: _Values, sequences: int) -> _Values:
 
 def _sequence_seconds(candidate: Candidate) -> dict[str, Table]:
     """Return the seconds of one sequence, or of all packed sequences, [stages, subsequences]."""
-    by_window, head = _layer_and_head_parts(candidate.workload, candidate.lengths, candidate.packed)
-    layers = [_layers_by_window(candidate, stage) for stage in candidate.stages]
-    counts = np.array([[own[window] for window in by_window] for own in layers])
+    by_kind, head = _layer_and_head_parts(candidate.workload, candidate.lengths, candidate.packed)
+    counts = np.array([[own[kind] for kind in by_kind] for own in candidate.kinds_of_layers])
     tables = {
-        name: counts @ np.stack([summed(passes[name]) for passes in by_window.values()])
+        name: counts @ np.stack([summed(passes[name]) for passes in by_kind.values()])
         for name in PASS_NAMES
     }
     tables["forward"][-1] += summed(head)
     return tables
 
 
-def _layers_by_window(candidate: Candidate, layers: range) -> Counter[int | None]:
-    """Return the number of layers of a stage by sliding window."""
-    return Counter(map(candidate.workload.model.window_of, layers))
-
-
 @lru_cache(maxsize=128)
 def _layer_and_head_parts(
     workload: Workload, lengths: tuple[int, ...], packed: tuple[PackedSequence, ...]
-) -> tuple[Mapping[int | None, Mapping[str, Parts]], Parts]:
-    """Return the seconds of a layer of each window by pass and part, and of the head by part.
+) -> tuple[Mapping[LayerKind, Mapping[str, Parts]], Parts]:
+    """Return the seconds of a layer of each kind by pass and part, and of the head by part.
 
     Cached because the result does not depend on the number of stages; must not be modified.
     """
-    model = workload.model
     parts = parts_of_packed(packed) if packed else parts_of_sequence(lengths)
-    by_window = {
-        window: layer_parts(workload, parts, window=window)
-        for window in {model.window_of(layer) for layer in range(model.num_layers)}
+    by_kind = {
+        kind: layer_parts(workload, parts, kind=kind)
+        for kind in kinds_of_model(workload.model, workload.trainable)
     }
-    return by_window, head_parts(workload, tokens=parts.tokens)
+    return by_kind, head_parts(workload, tokens=parts.tokens)
 
 
 def stage_parts(candidate: Candidate) -> tuple[Mapping[str, float], ...]:
@@ -492,12 +531,12 @@ def stage_parts(candidate: Candidate) -> tuple[Mapping[str, float], ...]:
         For each stage, the sums over one sequence or all packed sequences of each of
         :data:`sppo.cost.layer.PART_NAMES`.
     """
-    by_window, head = _layer_and_head_parts(candidate.workload, candidate.lengths, candidate.packed)
+    by_kind, head = _layer_and_head_parts(candidate.workload, candidate.lengths, candidate.packed)
     found = []
-    for stage, layers in enumerate(candidate.stages):
+    for stage, kinds in enumerate(candidate.kinds_of_layers):
         passes = [(1, head)] * candidate.is_last_stage(stage)
-        for window, count in _layers_by_window(candidate, layers).items():
-            of_layer = by_window[window]
+        for kind, count in kinds.items():
+            of_layer = by_kind[kind]
             passes += [(count, of_layer[name]) for name in ("forward", "backward", "weight")]
         totals = dict.fromkeys(PART_NAMES, 0.0)
         for count, parts in passes:

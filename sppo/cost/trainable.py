@@ -139,6 +139,11 @@ def trains_embedding(model: ModelConfig, trainable: Trainable) -> bool:
     return any(trainable.trains(name) for name in outer_shapes(model) if _is_before_layers(name))
 
 
+def trains_head(model: ModelConfig, trainable: Trainable) -> bool:
+    """Return whether the vocabulary projection trains, be it tied to the embedding or not."""
+    return trainable.trains("embed.weight" if model.tie_embeddings else "head.weight")
+
+
 def _is_before_layers(name: str) -> bool:
     return name.startswith(("embed.", "positions."))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.cost.flops import BACKWARD_RATIO, linear_flops
+from sppo.cost.flops import linear_flops
 from sppo.cost.layer import PART_NAMES, Workload
 from sppo.cost.stage_cost import (
     copy_bytes_per_s,
@@ -74,7 +74,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
     }
     computed["zero_collectives"] = retained_s - sum(computed.values())
     computed["beside_copies"] = 2 * per_byte * copied_bytes
-    computed["carried"] = 2 * message_seconds(candidate).sum(axis=1)
+    computed["carried"] = np.sum(message_seconds(candidate), axis=(0, 2))
     computed["recompute"] = own_s.sum(axis=1) - sum(computed.values())
     found = []
     for rank in range(candidate.pipeline_parallel_degree):
@@ -102,9 +102,7 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     )
     # Products in all subsequences, and attention, whose backward also counts what it recomputes.
     products, of_all_labels = (
-        (1 + BACKWARD_RATIO)
-        * sum(candidate.lengths)
-        * linear_flops(workload.model, label_share=share)
+        sum(candidate.lengths) * linear_flops(workload.model, workload.trainable, label_share=share)
         for share in (workload.label_share, 1.0)
     )
     nothing = evaluated.placement._replace(recomputed=0 * evaluated.placement.recomputed)

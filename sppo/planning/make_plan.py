@@ -53,13 +53,15 @@ def predict(evaluated: EvaluatedCandidate) -> Prediction:
     workload, hardware = candidate.workload, candidate.workload.hardware
     sequences = candidate.sequences * candidate.data_parallel_degree
     length = sum(candidate.lengths)
-    flops = step_flops(workload.model, length=length, sequences=sequences)
+    model, trainable = workload.model, workload.trainable
+    flops = step_flops(model, trainable, length=length, sequences=sequences)
     ignored = round((1 - workload.label_share) * length * sequences)
-    flops -= ignored_flops(workload.model, ignored)
+    flops -= ignored_flops(model, ignored, trainable)
     peak = hardware.device.flops_per_s(workload.dtype) * candidate.num_devices
     forward_s, backward_s = compute_seconds(evaluated)
-    row_bytes, placement = row_bytes_of(candidate)[0], evaluated.placement
-    offloaded = (placement.offloaded[0] @ row_bytes) / (placement.tokens * row_bytes.sum())
+    first, placement = candidate.forward_only_stages, evaluated.placement
+    row_bytes = row_bytes_of(candidate)[first]
+    offloaded = (placement.offloaded[first] @ row_bytes) / (placement.tokens * row_bytes.sum())
     return Prediction(
         provenance=hardware.provenance,
         step_s=evaluated.step_s,

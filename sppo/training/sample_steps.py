@@ -20,6 +20,7 @@ import torch
 from sppo.cost.flops import ignored_flops, sample_flops
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.trainable import trainable_of_run
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.trace import ExecutedAction
@@ -224,7 +225,8 @@ class SampleSteps(StepSource):
             self._sequence(within, planned.tokens)
             for within, planned in zip(packed, plan.sequences, strict=True)
         ]
-        model, tokens = self._run.model, sum(own_lengths)
+        model, trainable = self._run.model, trainable_of_run(self._run)
+        tokens = sum(own_lengths)
         num_valid = sum(sequence.num_valid for sequence in sequences)
         padded = sum(len(sequence.tokens_S) for sequence in sequences)
         return StepWork(
@@ -236,8 +238,10 @@ class SampleSteps(StepSource):
             consumed=samples,
             own=packed,
             tokens=tokens,
-            model_flops=sample_flops(model, own_lengths) - ignored_flops(model, tokens - num_valid),
-            executed_flops=plan.executed_flops - ignored_flops(model, padded - num_valid),
+            model_flops=sample_flops(model, own_lengths, trainable)
+            - ignored_flops(model, tokens - num_valid, trainable),
+            executed_flops=plan.executed_flops
+            - ignored_flops(model, padded - num_valid, trainable),
             step_s=plan.predicted_s,
             phases_s=plan.phases_s,
             memory=self._memory(plan),

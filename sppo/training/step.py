@@ -19,6 +19,7 @@ from sppo.config import RunConfig
 from sppo.cost.flops import ignored_flops, step_flops
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.stage_cost import executed_flops
+from sppo.cost.trainable import trainable_of_run
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import EnginePeaks, StepResult
 from sppo.engine.step_programs import PlannedStep
@@ -147,7 +148,9 @@ class SequenceSteps(StepSource):
         own = [[index] for index in indices[first : first + count]]
         sequences = [self._data.row(samples) for samples in own]
         num_valid = sum(sequence.num_valid for sequence in sequences)
-        saved_flops = ignored_flops(run.model, count * length - num_valid)
+        model, trainable = run.model, trainable_of_run(run)
+        saved_flops = ignored_flops(model, count * length - num_valid, trainable)
+        model_flops = step_flops(model, trainable, length=length, sequences=count)
         return StepWork(
             number=step + 1,
             sequences=sequences,
@@ -156,7 +159,7 @@ class SequenceSteps(StepSource):
             consumed=indices,
             own=own,
             tokens=count * length,
-            model_flops=step_flops(run.model, length=length, sequences=count) - saved_flops,
+            model_flops=model_flops - saved_flops,
             executed_flops=self._executed_flops - saved_flops,
             step_s=predicted.step_s,
             phases_s=(predicted.forward_s, predicted.backward_s, predicted.update_s),

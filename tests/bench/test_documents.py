@@ -11,7 +11,9 @@ from sppo.bench.operands import Operands
 from sppo.bench.suite import Measurements
 from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cost.layer import Workload, attention_seconds
+from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed
+from sppo.cost.trainable import EVERYTHING
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint
 from tests.bench.test_timing import bench_of
@@ -64,7 +66,8 @@ def test_a_packed_subsequence_pays_for_each_of_its_documents():
         hardware = replace(PRESETS["laptop-cpu"], device=device)
         workload = Workload(run_config("tiny").model, hardware, dtype="fp32")
         parts = parts_of_packed([PackedSequence(samples, (sum(samples),))])
-        return [way.sum() for way in attention_seconds(workload, parts, window=None)]
+        (kind,) = kinds_of_model(workload.model, EVERYTHING)
+        return [way.sum() for way in attention_seconds(workload, parts, kind=kind)]
 
     free = replace(DEVICE, document_forward_s=0.0, document_backward_s=0.0)
     for place, each_s in ((0, 1e-4), (1, 3e-4)):

@@ -15,6 +15,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.elementwise import PASSES, layer_work, saving_work
 from sppo.cost.layer import Workload, update_seconds
+from sppo.cost.parameters import layer_shapes
 from sppo.cost.stage_cost import stage_seconds
 from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.engine import Engine
@@ -132,7 +133,7 @@ def train_once(model, *, policy):
 def test_every_kernel_of_a_step_is_counted(counted, name, policy):
     model = model_of(name)
     train_once(model, policy=policy)
-    passes = layer_work(model, element_bytes=4)
+    passes = layer_work(model, element_bytes=4, trained=layer_shapes(model))
     work = passes["forward"] + passes["backward"]
     work += saving_work(model, names=saved_tensors(policy, model))
     if policy == "keep_attention":

@@ -12,16 +12,18 @@ from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import (
     causal_pairs,
-    forward_flops,
     head_flops,
     ignored_flops,
     layer_flops,
+    model_flops,
     pair_flops,
     partition_costs,
     step_flops,
 )
 from sppo.cost.layer import Workload
+from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.stage_cost import executed_flops
+from sppo.cost.trainable import EVERYTHING
 from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
 from tests.kernels.attention.reference import visible_pairs
@@ -86,7 +88,7 @@ def test_forward_products_are_those_counted(variant):
     trained = Trained(model, random_weights(model))
     with ProductFlops() as counted:
         trained.engine.evaluate(random_sequence(model, 23, ignored=0.0), (0, 5, 6, 23))
-    expected = forward_flops(model, start=0, end=23)
+    expected, _ = model_flops(model, start=0, end=23)
     assert counted.flops == expected - attention_flops(model, 23)
     assert step_flops(model, length=23, sequences=3) == 9 * expected
 
@@ -95,15 +97,16 @@ def test_a_published_shape_by_hand():
     """Llama 3.1 8B: 2 FLOPs for each of 6.98e9 layer weights and 0.525e9 of the head, per token."""
     model = ModelConfig.model_validate(MODELS["llama-3.1-8b"])
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
-    assert layer_flops(model) == 2 * layer
+    (kind,) = kinds_of_model(model, EVERYTHING)
+    assert layer_flops(kind) == (2 * layer, 4 * layer)
     assert pair_flops(model) == 4 * 4096
-    assert head_flops(model) == 2 * 128256 * 4096
+    assert head_flops(model) == (2 * 128256 * 4096, 4 * 128256 * 4096)
     linear, quadratic = partition_costs(model)
     assert linear == 2 * (32 * layer + 128256 * 4096)
     assert quadratic == 32 * 4 * 4096
     tokens = 8192
     total = linear * tokens + quadratic * tokens * (tokens + 1) / 2
-    assert forward_flops(model, start=0, end=tokens) == total
+    assert model_flops(model, start=0, end=tokens) == (total, 2 * total)
 
 
 def test_partition_costs_of_windows_are_per_token():

@@ -13,18 +13,20 @@ from sppo.cost.candidate import Candidate, layers_of_stages, of_ranks
 from sppo.cost.flops import (
     BACKWARD_RATIO,
     FLASH_BACKWARD_RATIO,
-    forward_flops,
     head_flops,
+    model_flops,
     recomputed_linear_flops,
 )
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import Workload, layer_parts, summed
+from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.weight_parts import device_parameters
 from sppo.cost.stage_cost import stage_seconds, weight_operand_bytes
 from sppo.cost.state_tiers import StateTiers
+from sppo.cost.trainable import EVERYTHING
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluation import evaluate_candidate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
@@ -32,6 +34,7 @@ from tests.planning.cases import A100, PERFECT, machine, price, run_config
 MODEL = run_config("llama-3.2-1b").model
 PEAK = PERFECT.device.bf16_flops_per_s
 LENGTHS = (4096, 3000, 1096)
+(KIND,) = kinds_of_model(MODEL, EVERYTHING)
 
 
 def way(*, hardware=PERFECT, lengths=LENGTHS, sequences=1, model=MODEL, group=1, **change):
@@ -47,15 +50,14 @@ def decided(policy, **change):
 def test_on_a_perfect_machine_forward_is_the_models_flops(num_ranks):
     """The last stage also forms the loss, and with it both gradients of the head."""
     costs = price(way(pipeline_parallel_degree=num_ranks))
-    head = BACKWARD_RATIO * head_flops(MODEL) * 8192
-    flops = forward_flops(MODEL, start=0, end=8192) + head
+    flops = model_flops(MODEL, start=0, end=8192)[0] + head_flops(MODEL)[1] * 8192
     assert costs.forward_s.sum() * PEAK == pytest.approx(flops)
 
 
 def test_on_a_perfect_machine_backward_takes_two_of_products_and_two_and_a_half_of_attention():
     def seconds(tokens):
         costs = price(way(lengths=(tokens,)))
-        head = (1 + BACKWARD_RATIO) * head_flops(MODEL) * tokens / PEAK
+        head = sum(head_flops(MODEL)) * tokens / PEAK
         return costs.forward_s.sum() - head, costs.backward_s.sum() + costs.weight_s.sum()
 
     forward, backward = seconds(1)
@@ -68,10 +70,11 @@ def test_recomputing_costs_its_flops_and_saves_memory():
     retained, linear, both = (
         decided(policy).costs for policy in ("retain", "keep_attention", "recompute")
     )
-    products = MODEL.num_layers * recomputed_linear_flops(MODEL) * np.array(LENGTHS) / PEAK
+    each = recomputed_linear_flops(MODEL, KIND)
+    products = MODEL.num_layers * each * np.array(LENGTHS) / PEAK
     assert (linear.backward_s - retained.backward_s)[0] == pytest.approx(products)
     attention = (both.backward_s - linear.backward_s)[0] * PEAK
-    per_token = (forward_flops(MODEL, start=0, end=8192) - _linear_flops(8192)) / 8192
+    per_token = (model_flops(MODEL, start=0, end=8192)[0] - _linear_flops(8192)) / 8192
     assert attention.sum() / 8192 == pytest.approx(per_token)
     assert (both.backward_s - retained.backward_s < retained.forward_s).all()
     held = [costs.activation_bytes.sum() for costs in (retained, linear, both)]
@@ -81,7 +84,7 @@ def test_recomputing_costs_its_flops_and_saves_memory():
 
 def _linear_flops(tokens):
     """Forward FLOPs that do not grow with the context."""
-    return tokens * forward_flops(MODEL, start=0, end=1) - tokens * 4 * 2048 * MODEL.num_layers
+    return tokens * (model_flops(MODEL, start=0, end=1)[0] - 4 * 2048 * MODEL.num_layers)
 
 
 def test_bytes_follow_the_shape():
@@ -152,7 +155,7 @@ def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
     seconds = [
         summed(
             layer_parts(
-                Workload(MODEL, hardware, dtype=dtype), parts_of_sequence((1024,)), window=None
+                Workload(MODEL, hardware, dtype=dtype), parts_of_sequence((1024,)), kind=KIND
             )["weight"]
         )[0]
         for hardware in (slower, PERFECT)

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from sppo.cost.layer import Workload, attention_seconds, head_parts, layer_parts, summed
+from sppo.cost.layer_kinds import LayerKind, kinds_of_model
 from sppo.cost.packed_sequence import SampleParts
 from sppo.hardware.rates import Floats
 
@@ -59,9 +60,8 @@ class SampleCost:
         """
         parts = SampleParts(begins, ends, np.arange(len(begins)))
         seconds = np.zeros(len(begins))
-        for window, layers in _windows(self.workload).items():
-            forward, backward = attention_seconds(self.workload, parts, window=window)
-            seconds += layers * (forward + backward)
+        for kind, layers in _kinds(self.workload).items():
+            seconds += layers * sum(attention_seconds(self.workload, parts, kind=kind))
         return seconds
 
 
@@ -77,15 +77,14 @@ def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
     )
     parts = SampleParts(np.zeros_like(tokens), tokens, np.arange(len(tokens)))
     seconds = summed(head_parts(workload, tokens=tokens))
-    for window, layers in _windows(workload).items():
-        passes = layer_parts(workload, parts, window=window)
-        attention = sum(attention_seconds(workload, parts, window=window))
+    for kind, layers in _kinds(workload).items():
+        passes = layer_parts(workload, parts, kind=kind)
+        attention = sum(attention_seconds(workload, parts, kind=kind))
         own = sum(summed(passes[name]) for name in ("forward", "backward", "weight"))
         seconds = seconds + layers * (own - attention)
     return SampleCost(workload, np.concatenate([[0.0], tokens]), np.concatenate([[0.0], seconds]))
 
 
-def _windows(workload: Workload) -> Counter[int | None]:
-    """Return the number of layers by sliding window."""
-    model = workload.model
-    return Counter(model.window_of(layer) for layer in range(model.num_layers))
+def _kinds(workload: Workload) -> Counter[LayerKind]:
+    """Return the number of layers of each kind."""
+    return kinds_of_model(workload.model, workload.trainable)

@@ -15,6 +15,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
 from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
+from sppo.cost.trainable import trainable_of_run
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Tier
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
@@ -408,7 +409,9 @@ def cut_sequence(run: RunConfig, *, num_subsequences: int, num_stages: int) -> t
         return lengths_of(
             boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment)
         )
-    linear, quadratic = partition_costs(run.model, label_share=run.data.label_share or 1.0)
+    linear, quadratic = partition_costs(
+        run.model, trainable_of_run(run), label_share=run.data.label_share or 1.0
+    )
     cuts = boundaries_by_flops(
         length,
         num_subsequences=num_subsequences,

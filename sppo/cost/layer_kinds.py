@@ -1,0 +1,94 @@
+"""Kinds of layers: those of one kind have the same parameters and take equally long.
+
+Layers differ by their sliding window, by the factors of adapters that they have, by what trains in
+them, and by whether they have a backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from sppo.config.model import ModelConfig
+from sppo.cost.parameters import Shape
+from sppo.cost.trainable import LORA_A, Trainable, is_factor, layers_without_backward
+
+Shapes = tuple[tuple[str, Shape], ...]
+"""Names of parameters within a layer, and their shapes."""
+
+
+class LayerKind(NamedTuple):
+    """What the costs of a layer depend on, beside the shape of the model."""
+
+    window: int | None
+    """Sliding window; None for full attention."""
+    shapes: Shapes
+    """All parameters, factors of adapters included."""
+    trained: frozenset[str]
+    """Names of the parameters that train."""
+    has_backward: bool
+    """Whether anything trains in the layer or below it."""
+
+    @property
+    def matrices(self) -> Shapes:
+        """Weights and factors by which tokens are multiplied."""
+        return tuple((name, shape) for name, shape in self.shapes if len(shape) == 2)
+
+    @property
+    def factors(self) -> Shapes:
+        """Factors of adapters."""
+        return tuple((name, shape) for name, shape in self.shapes if is_factor(name))
+
+    @property
+    def recomputed_factors(self) -> Shapes:
+        """Factors A, whose outputs are not saved: backward needs them for gradients of B."""
+        return tuple((name, shape) for name, shape in self.factors if name.endswith(LORA_A))
+
+    @property
+    def trained_shapes(self) -> Shapes:
+        """Parameters that train."""
+        return tuple((name, shape) for name, shape in self.shapes if name in self.trained)
+
+    @property
+    def trained_matrices(self) -> Shapes:
+        """Weights and factors that train."""
+        return tuple((name, shape) for name, shape in self.matrices if name in self.trained)
+
+    def projections(self, *names: str) -> Shapes:
+        """Return the weights of some projections with their factors, in the order of `names`."""
+        return tuple(
+            own for name in names for own in self.matrices if own[0].startswith(f"{name}.")
+        )
+
+
+@lru_cache(maxsize=256)
+def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ...]:
+    """Return the kind of every layer; cached."""
+    first, found = layers_without_backward(model, trainable), []
+    for layer in range(model.num_layers):
+        shapes = trainable.layer_shapes(model, layer)
+        trained = {name for name in shapes if trainable.trains(f"layers.{layer}.{name}")}
+        window = model.window_of(layer)
+        found.append(LayerKind(window, (*shapes.items(),), frozenset(trained), layer >= first))
+    return tuple(found)
+
+
+@lru_cache(maxsize=128)
+def count_kinds(
+    model: ModelConfig, trainable: Trainable, stages: tuple[range, ...]
+) -> tuple[Counter[LayerKind], ...]:
+    """Return the number of layers of each kind in each stage; cached, must not be modified."""
+    kinds = layer_kinds(model, trainable)
+    return tuple(Counter(kinds[layers.start : layers.stop]) for layers in stages)
+
+
+def kinds_of_model(model: ModelConfig, trainable: Trainable) -> Counter[LayerKind]:
+    """Return the number of layers of each kind in the whole model."""
+    return count_kinds(model, trainable, (range(model.num_layers),))[0]
+
+
+def elements(shapes: Shapes) -> int:
+    """Return the number of scalars of parameters."""
+    return sum(prod(shape) for _, shape in shapes)
