@@ -184,6 +184,12 @@ class Candidate:
         return int((self.backward_layers == 0).sum())
 
     @property
+    def last_backward_stages(self) -> NDArray[np.int64]:
+        """Stages whose backward is the last one of their rank."""
+        first = self.forward_only_stages
+        return np.arange(first, min(first + self.pipeline_parallel_degree, self.num_stages))
+
+    @property
     def neighbours(self) -> Counts:
         """Number of neighbouring stages on other ranks that each stage exchanges with, [stages]."""
         counts = np.zeros(self.num_stages, dtype=np.int64)

@@ -97,10 +97,10 @@ class StageSeconds:
         weight: Seconds of the weight half of B, [stages, units].
         linear_recompute: Seconds of recomputing the linear class, [stages, units].
         attention_recompute: Seconds of recomputing attention, [stages, units].
-        update_s: Seconds of the optimizer step of each rank, in the entry of its first stage, since
-            the step waits for the norm of all gradients, [stages].
+        update_s: Seconds of the optimizer step of each rank, in the entry of the stage whose
+            backward is its last, since the step waits for the norm of all gradients, [stages].
         reduce_s: Seconds that a rank waits for reductions after the last backward of each stage; in
-            the entry of its first stage also for gathers of all updated weights, [stages].
+            the entry of the last of them also for gathers of all updated weights, [stages].
     """
 
     forward: Table
@@ -148,18 +148,18 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
 
 @lru_cache(maxsize=128)
 def _operand_elements(kind: LayerKind) -> int:
-    """Return the elements per token of the operands of a layer's weight-gradient products."""
+    """Return the elements per token of the operands of a layer's weight-gradient products.
+
+    Between the factors of an adapter, a token is as wide as the rank.
+    """
     operands: dict[str, int] = {}
     for name, (outputs, inputs) in kind.trained_matrices:
         projection, part = name.split(".")
-        of_output, of_input = (
-            f"gradient of {projection}",
-            _SHARED_INPUTS.get(projection, projection),
-        )
-        if part == LORA_A:  # between the factors, tokens are as wide as the rank
-            of_output = f"gradient between the factors of {projection}"
+        of_output, of_input = f"d_{projection}", _SHARED_INPUTS.get(projection, projection)
+        if part == LORA_A:
+            of_output = f"d_u of {projection}"
         elif part == LORA_B:
-            of_input = f"between the factors of {projection}"
+            of_input = f"u of {projection}"
         operands |= {of_output: outputs, of_input: inputs}
     return sum(operands.values()) * kind.has_backward
 
@@ -184,7 +184,9 @@ def _deferral_seconds(candidate: Candidate) -> Table:
 
 
 def _update_seconds(candidate: Candidate) -> Table:
-    """Return the seconds of each rank's optimizer step, in the entry of its first stage, [stages].
+    """Return the seconds of each rank's optimizer step, [stages].
+
+    They are in the entry of the stage whose backward is the last of the rank.
 
     With the optimizer off the device, the copies of a bucket overlap the update of another bucket:
     gradients from the device, weights to the device, and reads and writes of a disk.
@@ -204,7 +206,8 @@ def _update_seconds(candidate: Candidate) -> Table:
             copies = moved / out + moved / back
         seconds = np.maximum(seconds, copies)
     at_end: Table = np.zeros(len(candidate.stages))
-    at_end[: len(seconds)] = seconds
+    last = candidate.last_backward_stages
+    at_end[last] = seconds[last % len(seconds)]
     return at_end
 
 
@@ -554,12 +557,13 @@ def _reduce_seconds(candidate: Candidate) -> Table:
     gradients leave the device: gradients that leave wait for all buckets. With ZeRO-2 and 3, which
     reduce gradients after each use, only the last reduction remains. After the update, ZeRO-1 and
     2 gather the updated weights in the compute dtype; all stages of a rank count in the entry of
-    its first. ZeRO-3 gathers none here.
+    the stage whose backward is its last. ZeRO-3 gathers none here.
     """
     passes = {0: 2, 1: 1}.get(candidate.zero, 0)
     gathered = candidate.workload.element_bytes if candidate.zero in (1, 2) else 0
     beside: Table = np.full(len(candidate.stages), float(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES))
-    beside[: candidate.pipeline_parallel_degree] = 0.0
+    last = candidate.last_backward_stages
+    beside[last] = 0.0
     if candidate.state.streams_gradients:
         beside[:] = 0.0
     seconds: Table = np.zeros(len(candidate.stages))
@@ -569,5 +573,5 @@ def _reduce_seconds(candidate: Candidate) -> Table:
         sent = passes * np.maximum(0.0, held * ACCUMULATION_BYTES - beside)
         seconds = seconds + shard_seconds(candidate, sent, copies=copies)
         updated = of_ranks(candidate, held * gathered)
-        seconds[: len(updated)] += shard_seconds(candidate, updated, copies=copies)
+        seconds[last] += shard_seconds(candidate, updated, copies=copies)[last % len(updated)]
     return seconds

@@ -49,21 +49,33 @@ class StepTime:
     update_s: float
 
 
-def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = None) -> StepTime:
+def step_time(
+    costs: Costs,
+    *,
+    num_sequences: int,
+    looped_ranks: int | None = None,
+    forward_only_stages: int = 0,
+) -> StepTime:
     """Return the time of a step of an SPPO-like schedule with one stage per rank, or looped order.
 
     Args:
         costs: Costs of every stage and unit.
         num_sequences: Sequences of the step, all cut alike.
         looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
+        forward_only_stages: Number of first stages without backward.
     """
     num_ranks = looped_ranks or costs.num_stages
 
     def seconds(forward: Table, backward: Table) -> tuple[float, float]:
         if looped_ranks is None and num_sequences > 1:
-            return _overlapped(forward, backward, costs=costs)
+            return _overlapped(forward, backward, costs=costs, first=forward_only_stages)
         return _looped(
-            forward, backward, costs=costs, num_sequences=num_sequences, num_ranks=num_ranks
+            forward,
+            backward,
+            costs=costs,
+            num_sequences=num_sequences,
+            num_ranks=num_ranks,
+            first=forward_only_stages,
         )
 
     forward, backward = costs.forward_s, costs.backward_s + costs.weight_s + costs.kv_recompute_s
@@ -113,20 +125,23 @@ def _beside_copies(
     return slow_forward, slow_backward
 
 
-def _overlapped(forward: Table, backward: Table, *, costs: Costs) -> tuple[float, float]:
+def _overlapped(
+    forward: Table, backward: Table, *, costs: Costs, first: int
+) -> tuple[float, float]:
     """Return the seconds until the last backward ends, and of the update after it.
 
     They are those of the longest way through one stage: with the first forward down to the stage,
-    and with the last backward up from it. Sequences overlap.
+    and with the last backward up from it to stage `first`. Sequences overlap.
     """
     link, message = costs.links.link, costs.message_bytes[0]
     pairs = [(stage, stage + 1) for stage in range(costs.num_stages - 1)]
     to_it, from_it = np.zeros((2, costs.num_stages))
-    for way, table, links in (
-        (to_it, forward, [link(a, receiver=b) for a, b in pairs]),
-        (from_it, backward, [link(b, receiver=a) for a, b in pairs]),
+    for way, table, links, silent in (
+        (to_it, forward, [link(a, receiver=b) for a, b in pairs], 0),
+        (from_it, backward, [link(b, receiver=a) for a, b in pairs], first),
     ):
         sent_s = np.array([each.latency_s + message / each.bytes_per_s for each in links])
+        sent_s[:silent] = 0.0
         way[1:] = np.cumsum(table[:-1, 0] + sent_s)
     work_s = to_it + forward.sum(axis=1) + backward.sum(axis=1) + from_it
     update_s = np.maximum.accumulate(costs.reduce_s - from_it)
@@ -135,7 +150,13 @@ def _overlapped(forward: Table, backward: Table, *, costs: Costs) -> tuple[float
 
 
 def _looped(
-    forward: Table, backward: Table, *, costs: Costs, num_sequences: int, num_ranks: int
+    forward: Table,
+    backward: Table,
+    *,
+    costs: Costs,
+    num_sequences: int,
+    num_ranks: int,
+    first: int,
 ) -> tuple[float, float]:
     """Return the seconds until the last backward ends, and of the update after it.
 
@@ -148,11 +169,12 @@ def _looped(
         costs: Costs of the step.
         num_sequences: Sequences of the step, all cut alike.
         num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
+        first: First stage with a backward.
     """
     count = costs.num_units // num_sequences
     lengths = ((1,) * count,) * num_sequences
     *groups, last = (len(g) for g in sequence_groups(lengths, num_ranks=num_ranks))
-    work_s, ends = 0.0, np.zeros(costs.num_stages)
+    work_s, ends = 0.0, np.zeros(costs.num_stages - first)
     reduce_s, settled_s = costs.reduce_s, costs.last_reduction_wait_s
     ranks, link = range(num_ranks), costs.links.link
     down = [link((rank - 1) % num_ranks, receiver=rank) for rank in ranks]
@@ -169,11 +191,14 @@ def _looped(
             forward[:, units], costs.message_bytes[units], down, behind_s=np.zeros_like(behind_s)
         )
         ends = _flow_ends(
-            backward[::-1, reverse], costs.message_bytes[reverse], up, behind_s=behind_s[::-1]
+            backward[first:][::-1, reverse],
+            costs.message_bytes[reverse],
+            up,
+            behind_s=behind_s[first:][::-1],
         )[::-1]
         work_s += times * float(down_ends[-1] + ends[0])
-    work_s += len(groups) * float(settled_s[0])
-    return work_s, float((ends + reduce_s)[:num_ranks].max() - ends[0])
+    work_s += len(groups) * float(settled_s[first])
+    return work_s, float((ends + reduce_s[first:])[:num_ranks].max() - ends[0])
 
 
 def _flow_ends(

@@ -67,7 +67,12 @@ class EvaluatedCandidate:
         candidate = self.candidate
         is_looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
         ranks = candidate.pipeline_parallel_degree if is_looped else None
-        return step_time(self.costs, num_sequences=candidate.sequences, looped_ranks=ranks)
+        return step_time(
+            self.costs,
+            num_sequences=candidate.sequences,
+            looped_ranks=ranks,
+            forward_only_stages=candidate.forward_only_stages,
+        )
 
     @cached_property
     def program(self) -> Schedule:
