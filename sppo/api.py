@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from sppo.config import RunConfig, load_run, run_sections
-from sppo.config.rules import log_run_warnings
+from sppo.config.advice import log_run_warnings
 from sppo.config.run import DEGREES
+from sppo.cost.trainable import check_trainable
 from sppo.data.evaluated_sets import evaluated_samples
 from sppo.data.samples.label_share import with_label_share_if_there
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
@@ -63,9 +64,15 @@ def _run_of(source: RunSource) -> RunConfig:
     return source if isinstance(source, RunConfig) else load_run(source)
 
 
+def _check(run: RunConfig) -> None:
+    """Raise ValueError if what trains cannot be what is meant; log warnings about the run."""
+    check_trainable(run)
+    log_run_warnings(run)
+
+
 def find_solution(run: RunConfig, *, lengths: str | None = None) -> Solution | CorpusSolution:
     """Return the best plan with the runners-up and what does not work; raise as :func:`solve`."""
-    log_run_warnings(run)
+    _check(run)
     hardware = run_hardware(run)
     solution: Solution | CorpusSolution
     if run.data.samples == "documents":
@@ -156,7 +163,7 @@ def estimate(run: RunSource) -> Estimate:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
     run = with_label_share_if_there(_run_of(run))
-    log_run_warnings(run)
+    _check(run)
     found = estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
     return replace(found, validation=planned_validation(run, found.evaluated))
 
@@ -178,7 +185,7 @@ def steps_to_simulate(
         plans = [what, *(replace(what, schedule=name) for name in schedules)]
         return [plan.evaluated() for plan in plans], ()
     run = with_label_share_if_there(_run_of(what))
-    log_run_warnings(run)
+    _check(run)
     hardware = run_hardware(run)
     whole, chosen = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
     step = executed_candidate(whole, hardware=hardware)

@@ -14,6 +14,7 @@ Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = ("q", "k", "v", "o", "gate", "up", "down")
 """Projections of a layer, in the order in which it computes them."""
 WholeKind = Literal["norms", "embed", "head"]
+_ALL = "all-linear"
 _LAYERS = re.compile(r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", re.ASCII)
 
 
@@ -34,8 +35,11 @@ def _layer_numbers(value: object) -> tuple[int, ...] | None:
 
 
 def _short_names(value: object) -> object:
-    """Return names such as ``q_proj`` of Hugging Face as those of SPPO, each once, in order."""
-    if value is None:
+    """Return names such as ``q_proj`` of Hugging Face as those of SPPO, each once, in order.
+
+    PEFT's word for all projections is ``all-linear``.
+    """
+    if value in (None, _ALL):
         return None
     names = [
         name.removesuffix("_proj") if isinstance(name, str) else name for name in comma_list(value)
@@ -73,16 +77,16 @@ class AdapterConfig(Section):
     scaling: Literal["standard", "rank_stabilized"] = "standard"
     """Scale of the adapters. standard: alpha / rank; rank_stabilized: alpha / sqrt(rank)."""
     targets: Annotated[
-        tuple[Target, ...] | None, BeforeValidator(_short_names), Field(min_length=1)
+        Annotated[tuple[Target, ...], Field(min_length=1)] | None, BeforeValidator(_short_names)
     ] = None
     """Projections that get adapters, by SPPO's names or by those of Hugging Face such as
-    ``q_proj``; null means all projections of a layer."""
+    ``q_proj``; null, or all-linear, means all projections of a layer."""
     layers: LayerNumbers = None
     """Layers that get adapters, such as 16-31; null means all."""
-    also_train: tuple[WholeKind, ...] = ()
+    also_train: Annotated[tuple[WholeKind, ...], BeforeValidator(comma_list)] = ()
     """Parameters that train whole beside the adapters (``modules_to_save`` of PEFT). norms: all
-    norms; embed: the token embedding; head: the vocabulary projection. norms and embed help when
-    the context is extended."""
+    norms; embed: the token embedding; head: the vocabulary projection, which is the embedding if
+    the model ties both. norms and embed help when the context is extended."""
     from_peft: Directory | None = None
     """Directory of an adapter that PEFT or ``sppo convert to-peft`` has written, whose factors are
     the initial ones; null starts with random A and with B = 0, so that the first step has the loss

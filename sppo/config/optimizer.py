@@ -60,8 +60,8 @@ class ParameterGroup(Section):
 
     match: Annotated[str, Field(min_length=1)]
     """Glob of names such as ``embed.weight``, ``layers.0.q.weight``, ``layers.0.mlp_norm.weight``,
-    ``final_norm.weight`` and ``head.weight``; ``*`` matches dots, too. A glob that matches none is
-    an error."""
+    ``final_norm.weight`` and ``head.weight``, listed by ``sppo config parameters``; ``*`` matches
+    dots, too. A glob that matches none that trains is an error."""
     lr: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?x$")] = "1x"
     """Multiple of the learning rate of the schedule: 16x, or 0.1x."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None

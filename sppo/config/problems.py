@@ -26,9 +26,30 @@ _ELSEWHERE = {
     "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
     "tensor_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=megatron",
     "optimizer.offload": "state.optimizer=host",
+    **dict.fromkeys(("adapter.r", "adapter.lora_r", "adapter.lora_rank"), "adapter.rank"),
+    "adapter.lora_alpha": "adapter.alpha",
+    "adapter.use_rslora": "adapter.scaling=rank_stabilized",
+    **dict.fromkeys(("adapter.target_modules", "adapter.lora_target"), "adapter.targets"),
+    "adapter.layers_to_transform": "adapter.layers",
+    "adapter.modules_to_save": "adapter.also_train",
+    **dict.fromkeys(("lora", "peft"), "the section adapter, with rank, alpha and targets"),
+    **dict.fromkeys(("freeze", "unfrozen"), "train.only, globs of the parameters that train"),
 }
-"""Names here of keys of other programs, by their first words, and of an earlier version, by path.
+"""Names here of keys of other programs, by path or by their first words, and of an earlier version.
 """
+_ABSENT = {
+    **dict.fromkeys(
+        ("adapter.dropout", "adapter.lora_dropout"),
+        "Adapters have no dropout: leave it out. A lower adapter.rank or optimizer.lr fits less",
+    ),
+    "adapter.use_dora": "DoRA is not trained, only LoRA: leave it out",
+    "adapter.bias": "Biases stay frozen: leave it out",
+    **dict.fromkeys(
+        ("adapter.rank_pattern", "adapter.alpha_pattern"),
+        "All targets have one rank and one alpha: leave it out",
+    ),
+}
+"""Words about keys of other programs, by path, of what there is not here."""
 
 _NO_SUCH_KEY = ("extra_forbidden", "invalid_key")
 _UNREADABLE = ("int_parsing", "float_parsing", "bool_parsing")
@@ -179,7 +200,9 @@ def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
     here = next(
         (here for told, here in _ELSEWHERE.items() if key.startswith(told) or path == told), None
     )
-    if here is not None:
+    if path in _ABSENT:
+        hint = f" {_ABSENT[path]}."
+    elif here is not None:
         hint = f" Here it is {here}."
     elif keys is RUN_KEYS and key in KEY_PATHS:
         hint = f" Did you mean {' or '.join(KEY_PATHS[key])}?"
@@ -211,6 +234,8 @@ def _value_rule(details: Sequence[ErrorDetails]) -> str:
 def _rule(detail: ErrorDetails) -> str:
     if detail["type"] == "model_type":
         return "must be a mapping of keys to values"
+    if detail["type"] == "too_short":
+        return "must not be empty"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] in _UNREADABLE:
         message = message.partition(",")[0]  # the rest says that the text is none

@@ -37,6 +37,11 @@ Cuts = Annotated[
     Field(max_length=MOST_SUBSEQUENCES + 1),
     BeforeValidator(list_of("cuts, such as [0, 5000, 16384]")),
 ]
+Globs = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(min_length=1),
+    BeforeValidator(list_of("globs, such as ['layers.2[4-9].*', '*norm*']")),
+]
 Auto = Literal["auto"]
 ScheduleName = Literal[
     "gpipe",
@@ -251,9 +256,10 @@ class TrainConfig(Section):
     until there are 16384, since all samples of a step are packed together."""
     dtype: ComputeDtype = "bf16"
     """Compute dtype of weights and activations; the optimizer keeps fp32 weights."""
-    only: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    only: Globs | None = None
     """Globs of the names of the parameters that train, such as ``layers.2[4-9].*`` or ``*norm*``;
-    all others are frozen. null trains all.."""
+    all others are frozen. null trains all. ``sppo config parameters`` lists the names; a glob that
+    matches none is an error."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)
     """Fraction of a label's weight that is spread evenly over all tokens of the vocabulary."""
     z_loss: float = Field(default=0, ge=0)

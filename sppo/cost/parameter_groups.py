@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -45,24 +45,37 @@ def by_update_rule(names: Iterable[str], config: OptimizerConfig) -> dict[Update
     return found
 
 
-def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
+def matches_none(glob: str, names: Sequence[str]) -> str:
+    """Return words about a glob that matches no parameter: names that are near to it."""
+    near = difflib.get_close_matches(glob, names, n=_SHOWN_NAMES, cutoff=_NEAR)
+    return (
+        f"{quoted(glob)} matches no parameter; near are {', '.join(near or names[:_SHOWN_NAMES])}"
+    )
+
+
+def check_groups(
+    names: Iterable[str], config: OptimizerConfig, *, frozen: Collection[str] = ()
+) -> None:
     """Raise ValueError if a group gets no parameter, which is a mistake in its glob or its place.
 
     Args:
-        names: Global names of all parameters of the model.
+        names: Global names of the parameters that train.
         config: Optimizer configuration with the groups.
+        frozen: Global names of the parameters that do not train.
 
     Raises:
-        ValueError: A glob matches no name, or only names that groups before it match.
+        ValueError: A glob matches no name, or only names that are frozen or that groups before it
+            match.
     """
     left = every = list(names)
     for group in config.groups:
         if not any(fnmatchcase(name, group.match) for name in every):
-            near = difflib.get_close_matches(group.match, every, n=_SHOWN_NAMES, cutoff=_NEAR)
-            raise ValueError(
-                f"match {quoted(group.match)} matches no parameter; near are "
-                f"{', '.join(near or every[:_SHOWN_NAMES])}"
-            )
+            if any(fnmatchcase(name, group.match) for name in frozen):
+                raise ValueError(
+                    f"match {quoted(group.match)} matches only parameters that are frozen; leave "
+                    "the group out, or train them (sppo config parameters lists what trains)"
+                )
+            raise ValueError(f"match {matches_none(group.match, every)}")
         kept = [name for name in left if not fnmatchcase(name, group.match)]
         if len(kept) == len(left):
             raise ValueError(

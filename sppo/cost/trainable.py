@@ -8,14 +8,19 @@ have no backward if nothing trains in them or below them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from math import prod
+from typing import Any
 
 from sppo.config.adapter import TARGETS, AdapterConfig
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
+from sppo.cost.parameter_groups import matches_none
 from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, parameter_shapes, stage_shapes
+from sppo.units import format_count
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 _WHOLE = {"norms": ("*norm.*",), "embed": ("embed.*",), "head": ("head.*",)}
@@ -173,3 +178,62 @@ def trainable_of(
 def trainable_of_run(run: RunConfig) -> Trainable:
     """Return the parameters that train in a run."""
     return trainable_of(run.adapter, run.train.only, model=run.model)
+
+
+def trainable_of_sections(sections: Mapping[str, Any]) -> Trainable:
+    """Return the parameters that train in a run whose sections are plain values."""
+    adapter, only = sections.get("adapter"), sections["train"].get("only")
+    return trainable_of(
+        None if adapter is None else AdapterConfig.model_validate(adapter),
+        None if only is None else tuple(only),
+        model=ModelConfig.model_validate(sections["model"]),
+    )
+
+
+def trainable_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield each key that does not suit the parameters of the model, and the rule that it breaks.
+
+    Every glob of ``train.only`` matches a parameter, and no rank exceeds a side of a target.
+    """
+    names = list(parameter_shapes(run.model))
+    for glob in run.train.only or ():
+        if not any(fnmatchcase(name, glob) for name in names):
+            yield "train.only", f"train.only: {matches_none(glob, names)}"
+    if run.adapter is None:
+        return
+    base, targets = layer_shapes(run.model), run.adapter.targets or TARGETS
+    sides = {name: base[f"{name}.weight"] for name in targets if f"{name}.weight" in base}
+    smallest = min(sides, key=lambda name: min(sides[name]))
+    outputs, inputs = sides[smallest]
+    if run.adapter.rank > min(outputs, inputs):
+        yield (
+            "adapter.rank",
+            f"adapter.rank {run.adapter.rank}: {smallest} is {outputs} x {inputs}, so its change "
+            f"has a rank of at most {min(outputs, inputs)}; lower it to that, or leave out "
+            "adapter.targets that are so small",
+        )
+
+
+def check_trainable(run: RunConfig) -> None:
+    """Raise ValueError if what trains in a run cannot be what is meant."""
+    for _, rule in trainable_problems(run):
+        raise ValueError(rule)
+
+
+@lru_cache(maxsize=256)
+def parameter_counts(model: ModelConfig, trainable: Trainable) -> tuple[int, int]:
+    """Return the numbers of scalars that train, and of all, factors included."""
+    trained, total = (
+        sum(map(prod, shapes.values()))
+        for shapes in (trainable.trained_shapes(model), trainable.parameter_shapes(model))
+    )
+    return trained, total
+
+
+def counts_text(run: RunConfig) -> str:
+    """Return the number of parameters of a run, and of those that train if not all do."""
+    trainable = trainable_of_run(run)
+    trained, total = map(format_count, parameter_counts(run.model, trainable))
+    if trainable.is_everything:
+        return f"{total} parameters"
+    return f"{trained} of {total} parameters train"

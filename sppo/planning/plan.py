@@ -20,7 +20,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.subsequence_placement import SubsequencePlacement
-from sppo.config.adapter import AdapterConfig
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
@@ -28,7 +27,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.cost.state_tiers import StateTiers
-from sppo.cost.trainable import Trainable, trainable_of
+from sppo.cost.trainable import Trainable, trainable_of_sections
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.planning.partition import lengths_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -181,12 +180,7 @@ class ExecutionPlan:
     @property
     def trainable(self) -> Trainable:
         """Parameters that train."""
-        adapter, only = self.run.get("adapter"), self.run["train"].get("only")
-        return trainable_of(
-            None if adapter is None else AdapterConfig.model_validate(adapter),
-            None if only is None else tuple(only),
-            model=self.model,
-        )
+        return trainable_of_sections(self.run)
 
     @property
     def rank_memory(self) -> tuple[StageMemory, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import bucket_label
-from sppo.cost.parameters import num_parameters
+from sppo.cost.trainable import counts_text
 from sppo.hardware.run_hardware import hardware_line, run_hardware
 from sppo.planning.changes import MOST_NODES, Change, what_would_fit
 from sppo.planning.corpus.search import CorpusSolution
@@ -14,7 +14,7 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.planning.search.division import Rejection
 from sppo.planning.search.solver import Solution, nearest_rejection
-from sppo.units import counted, format_count, format_tokens
+from sppo.units import counted, format_tokens
 
 
 def run_line(run: RunConfig) -> str:
@@ -28,7 +28,7 @@ def run_line(run: RunConfig) -> str:
 def model_text(run: RunConfig) -> str:
     """Return the name of the model of a run, and the number of its parameters."""
     name = run.model.preset or run.model.from_hf or "model"
-    return f"{name} ({format_count(num_parameters(run.model))} parameters)"
+    return f"{name} ({counts_text(run)})"
 
 
 def nothing_fits(solution: Solution | CorpusSolution) -> NothingFitsError:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from sppo.checkpoint.newest import NoCheckpointError, check_any
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
 from sppo.cost.parameter_groups import check_groups
-from sppo.cost.parameters import parameter_shapes
+from sppo.cost.trainable import trainable_of_run, trainable_problems
 from sppo.data.evaluated_sets import open_set, set_key
 from sppo.data.mixture import check_mixture
 from sppo.data.run_tokens import open_data, open_evaluated
@@ -63,11 +64,7 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
         yield from problems_of_check(
             "model.from_hf", weights, lambda: check_headers(files, run.model)
         )
-    names = parameter_shapes(run.model)
-    globs = ", ".join(group.match for group in run.optimizer.groups)
-    yield from problems_of_check(
-        "optimizer.groups", globs, lambda: check_groups(names, run.optimizer)
-    )
+    yield from _trainable_problems(run)
     if run.start is not None:
         yield from problems_of_check("start", run.start.from_run, lambda: check_start(run))
     if disk is not None:
@@ -76,6 +73,23 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
         key, value = ("track.to", tracker) if tracker in run.track.to else (_TENSORBOARD, True)
         yield from problems_of_check(key, value, partial(check_package, tracker))
     yield from problems_of_check("train.output", run.train.output, lambda: check_output(run))
+
+
+def _trainable_problems(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of the keys that name parameters."""
+    found = [
+        Problem(key, quoted(attrgetter(key)(run)), rule) for key, rule in trainable_problems(run)
+    ]
+    yield from found
+    if found:
+        return
+    trainable = trainable_of_run(run)
+    trained = trainable.trained_shapes(run.model)
+    frozen = trainable.parameter_shapes(run.model).keys() - trained
+    globs = ", ".join(group.match for group in run.optimizer.groups)
+    yield from problems_of_check(
+        "optimizer.groups", globs, lambda: check_groups(trained, run.optimizer, frozen=frozen)
+    )
 
 
 def _data_problems(run: RunConfig) -> Iterator[Problem]:

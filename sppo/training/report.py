@@ -13,8 +13,8 @@ from rich.console import Console
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
-from sppo.cost.parameters import num_parameters
 from sppo.cost.stage_cost import copy_bytes_per_s
+from sppo.cost.trainable import counts_text
 from sppo.data.mixture import Mixture, mixture_of
 from sppo.data.sample_rows import TrainingData
 from sppo.offload.copy_report import CopyReport
@@ -68,7 +68,7 @@ def announce(checked: CheckedRun) -> None:
     name = run.model.preset or run.model.from_hf or "model"
     say(
         "model",
-        f"{name}: {format_count(num_parameters(run.model))} parameters, {run.train.dtype} on "
+        f"{name}: {counts_text(run)}, {run.train.dtype} on "
         f"{checked.job.device.describe()}, torch {torch.__version__}",
     )
     with_ids = any(source.meta.tokenizer.name == "ids" for source in data.sources)

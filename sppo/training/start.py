@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from sppo.config import RunConfig
-from sppo.config.rules import broken_rules, log_run_warnings
+from sppo.config.advice import log_run_warnings
+from sppo.config.rules import broken_rules
 from sppo.data.samples.epochs import with_steps
 from sppo.hardware.this_machine import count_cores, find_gpus
 from sppo.kernels.native.machine_memory import check_room_for_libraries

@@ -17,8 +17,10 @@ from sppo.checkpoint.manifest import MANIFEST_FILE, find_absence
 from sppo.checkpoint.newest import Checkpoint, InvalidCheckpointError, find_checkpoint
 from sppo.config import RunConfig
 from sppo.config.json_file import read_json
+from sppo.config.model import ModelConfig
 from sppo.config.run import DataConfig
 from sppo.config.start_model import CONFIG_FILE
+from sppo.cost.trainable import trainable_of_run, trainable_of_sections
 from sppo.data.run_tokens import check_same_vocabulary
 from sppo.data.tokens import open_tokens
 from sppo.quoting import quoted
@@ -34,6 +36,30 @@ def check_start(run: RunConfig) -> None:
     """
     if run.start is not None and not has_started(run):
         _path(run)
+        _check_moments(run)
+
+
+def _check_moments(run: RunConfig) -> None:
+    """Raise ValueError if `run` takes moments along that the run it starts from does not have.
+
+    Nothing is checked if the configuration of that run is gone by now.
+    """
+    assert run.start is not None, "the run starts from another"
+    file = Path(run.start.from_run) / CONFIG_FILE
+    if not run.start.optimizer or not file.is_file():
+        return
+    sections = read_json(file)
+    model = ModelConfig.model_validate(sections["model"])
+    there = trainable_of_sections(sections).trained_shapes(model)
+    ours = trainable_of_run(run).trained_shapes(run.model)
+    missing = [name for name, shape in ours.items() if there.get(name) != shape]
+    if missing:
+        first = missing[0]
+        was = f"has the shape {there[first]}" if first in there else "did not train"
+        raise ValueError(
+            f"start.optimizer=true takes the moments of {run.start.from_run} along, and there "
+            f"{first} {was}; write start.optimizer=false, or train what that run has trained"
+        )
 
 
 def check_start_vocabulary(run: RunConfig) -> None:

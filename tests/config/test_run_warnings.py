@@ -3,7 +3,7 @@
 import pytest
 
 from sppo.config import load_run
-from sppo.config.rules import run_warnings
+from sppo.config.advice import run_warnings
 from tests.conftest import succeed
 
 

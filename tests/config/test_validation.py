@@ -3,8 +3,8 @@
 import pytest
 
 from sppo.config import load_run
+from sppo.config.advice import run_warnings
 from sppo.config.problems import ConfigError
-from sppo.config.rules import run_warnings
 from tests.make import make_run
 
 SETS = {"held_out": {"tokens": "held"}, "needle": {"tokens": "needle", "length": "1Ki"}}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sppo.config import load_run
+from sppo.config.advice import run_warnings
 from sppo.config.optimizer import OptimizerConfig
-from sppo.config.rules import run_warnings
 from sppo.cost.parameters import is_decayed
 from sppo.offload.lane import Lane
 from sppo.optim import fused_adamw

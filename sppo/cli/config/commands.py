@@ -16,11 +16,12 @@ from sppo.cli.config.new_run import new_run_file
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import print_json, print_screen, working
 from sppo.config import ConfigError, load_run
+from sppo.config.advice import log_run_warnings, run_hints
 from sppo.config.huggingface.rope import ROPE_KEYS
 from sppo.config.problems import Problem
-from sppo.config.rules import log_run_warnings, run_hints
 from sppo.config.run import RunConfig
 from sppo.config.yaml_file import format_yaml
+from sppo.cost.trainable import check_trainable, counts_text, parameter_counts, trainable_of_run
 from sppo.training.input_checks import run_file_problems
 
 app = CommandGroup(help="Make a run file, and look at one without running it.")
@@ -65,6 +66,35 @@ def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fa
             raise ConfigError(str(run_file), problems)
     typer.echo(f"{run_file}: no problems")
     print_screen((f"hint: {hint}" for hint in hints), Console())
+
+
+@app.command()
+def parameters(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
+    """List the parameters of a run, with their shapes, and which of them train.
+
+    The globs of train.only and optimizer.groups match these names. With an adapter, its factors
+    are listed behind the weights of the model.
+
+        sppo config parameters run.yaml | grep norm
+    """
+    with exit_codes():
+        run = load_run(run_file, overrides or ())
+        check_trainable(run)
+    trainable = trainable_of_run(run)
+    shapes = trainable.parameter_shapes(run.model)
+    trained, total = parameter_counts(run.model, trainable)
+    if json_output:
+        listed = [
+            {"name": name, "shape": list(shape), "trains": trainable.trains(name)}
+            for name, shape in shapes.items()
+        ]
+        print_json({"parameters": listed, "trained": trained, "total": total})
+        return
+    width = max(map(len, shapes))
+    for name, shape in shapes.items():
+        sides, fate = " x ".join(map(str, shape)), "trains" if trainable.trains(name) else "frozen"
+        typer.echo(f"{name:<{width}}  {sides:<16}{fate}")
+    typer.echo(counts_text(run))
 
 
 @app.command()
