@@ -82,6 +82,19 @@ def test_an_extension_stretches_to_the_length_asked_for(model, data, tmp_path):
     assert run.model.context_reach == run.sequence.length == 3 * REACH
 
 
+@pytest.mark.parametrize("kind", ["sft", "extend"])
+def test_adapters_that_are_asked_for_have_a_rate_of_their_own(kind, model, data, tmp_path):
+    text = _new(kind, model, "adapter.rank=4")
+    (tmp_path / "run.yaml").write_text(text)
+    run = load_run(tmp_path / "run.yaml")
+    assert (run.adapter.rank, run.optimizer.lr) == (4, 2e-4)
+    assert run.adapter.also_train == (("norms", "embed") if kind == "extend" else ())
+    hints = json.loads(succeed("config", "check", "run.yaml", "--json"))["hints"]
+    assert [hint.partition(" ")[0] for hint in hints] == ["vLLM"] * (kind == "extend")
+    assert "# adapter: {rank: 16}" in _new(kind, model)
+    assert _new(kind, model, "adapter.rank=4", "optimizer.lr=1e-3").count("lr: 0.001\n") == 1
+
+
 def test_degrees_are_those_of_the_machine_that_is_named(data, tmp_path):
     machine = ("hardware.preset=h100", "hardware.devices_per_node=4")
     (tmp_path / "run.yaml").write_text(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sppo.config import ConfigError, load_run
+from sppo.config.advice import run_hints
 from sppo.cost.trainable import check_trainable, trainable_of_run
 from tests.conftest import refuse, succeed, write_run
 
@@ -123,3 +124,23 @@ def test_groups_of_frozen_parameters_are_refused(work):
     assert "no problems" in succeed(
         "config", "check", "run.yaml", groups.partition(", {match")[0] + "]"
     )
+
+
+def hints(*words, run=RUN):
+    return [*run_hints(load_run(run, words))]
+
+
+def test_hints_about_adapters():
+    preset = "model.preset=qwen3-0.6b"
+    (base,) = hints(preset)
+    assert base.startswith("the adapter is beside random weights, which stay as they are")
+    for words, told in {
+        "optimizer.lr=4e-5": "optimizer.lr 4e-05 is one for whole weights",
+        "adapter.targets=q,v": "adapters of all projections usually learn more",
+        "model.rope_theta=5e6": "write adapter.also_train=[norms, embed]",
+        "adapter.also_train=norms,head": "vLLM serves no adapter with whole tensors beside it",
+    }.items():
+        assert told in hints(preset, words)[1]
+    assert hints(preset, "adapter.targets=q,up") == [base]
+    stretched = hints(preset, "model.rope_theta=5e6", "adapter.also_train=norms")
+    assert "also_train=[" not in " ".join(stretched)

@@ -30,8 +30,10 @@ from sppo.units import counted, format_bytes, format_count, format_duration, par
 _VALIDATIONS = 10
 _INSTEAD = {"steps": "epochs", "tokens_per_step": "samples_per_step"}
 """Keys of ``train`` that are left out if another one is asked for."""
+_ADAPTER_LR = 2e-4
 _COMMENT_COLUMN = 38
 _HINTS = {
+    "adapter": "# adapter: {rank: 16}  # trains adapters (LoRA) instead; with optimizer.lr: 2e-4",
     "validation": "# validation: {every: 50, sets: {held_out: {tokens: DIR, sequences: 32}}}",
     "track": "# track: {to: wandb}  # or tensorboard, trackio, mlflow",
 }
@@ -72,6 +74,11 @@ def new_run_file(
         sets = {"held_out": {"tokens": str(held_out), "sequences": SAMPLES_PER_STEP}}
         every = Value(max(1, steps // _VALIDATIONS))
         made["validation"] = {"every": every, "sets": Value(sets)}
+    if "adapter" in asked:
+        made["optimizer"]["lr"] = Value(_ADAPTER_LR, "about ten times that of whole weights")
+        if kind == "extend":
+            also = Value(["norms", "embed"], "adapters alone learn longer contexts badly")
+            made["adapter"] = {"also_train": also}
     for key, instead in _INSTEAD.items():
         if key in asked.get("train", {}):
             made["train"].pop(instead, None)
