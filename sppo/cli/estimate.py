@@ -102,6 +102,8 @@ def _count_rows(found: Estimate) -> Iterator[Sequence[str] | None]:
     counts, model = found.counts, found.run.model
     per_layer_token = found.run.sequence.length * model.num_layers
     states = f"{counts.state_bytes_per_parameter} B a parameter"
+    if counts.trained_parameters < counts.parameters:
+        states += f", {counts.frozen_bytes_per_parameter} B a frozen one"
     yield ["model states", _gib(counts.state_bytes), states]
     yield None
     kv = "K and V"

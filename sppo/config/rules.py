@@ -241,12 +241,15 @@ def _kv_agrees(run: RunConfig) -> Broken:
 
 
 def _tiers_agree(run: RunConfig) -> Broken:
-    """Weights or gradients on host or disk need the optimizer on the same tier.
+    """Gradients, or weights that all train, on host or disk need the optimizer on the same tier.
 
-    The optimizer runs on the tier of its state.
+    The optimizer runs on the tier of its state. Frozen weights leave the device without it.
     """
     state, steps_at = run.state, run.state.optimizer
+    freezes = run.adapter is not None or run.train.only is not None
     for key, tier in _away(run):
+        if freezes and key == "state.weights" and steps_at == "device":
+            continue
         if steps_at not in ("auto", tier):
             yield (
                 key,

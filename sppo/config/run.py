@@ -227,7 +227,8 @@ class StateConfig(Section):
 
     weights: StateTierChoice = "auto"
     """Tier of the weights in the compute dtype. On host or disk, the device holds the weights of
-    one virtual stage and receives those of the next."""
+    one virtual stage and receives those of the next. Frozen weights may leave the device without
+    the optimizer; weights that train then stay."""
     gradients: StateTierChoice = "auto"
     """Tier of the fp32 gradient sums of a step. On host or disk, gradients leave the device one
     virtual stage at a time and are updated there."""

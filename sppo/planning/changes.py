@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from sppo.config.adapter import AdapterConfig
 from sppo.config.run import DEGREES, HardwareConfig, RunConfig
+from sppo.cost.trainable import counts_text, trainable_of_run
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.longest_sequence import fits_at_all, longest_sequence
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -27,6 +29,8 @@ _LISTED = 4
 _AS_FAST = 1.01
 """Step time allowed on fewer nodes, relative to the best answer."""
 MOST_NODES = 1024
+_RANK = 16
+"""Usual rank of adapters."""
 _DIVISION = {
     "parallel": (*DEGREES, "virtual_stages"),
     "sequence": ("num_subsequences", "boundaries"),
@@ -67,7 +71,12 @@ def what_would_fit(run: RunConfig, *, machine_of: MachineOf) -> tuple[Change, ..
     """
     hardware = machine_of(run)
     requests = [*_without_division(run, machine_of), *_other_values(run, hardware)]
-    return (*_fitting(requests), *_shorter(run, hardware), *_more_nodes(run, machine_of))
+    return (
+        *_fitting(requests),
+        *_with_adapter(run, hardware),
+        *_shorter(run, hardware),
+        *_more_nodes(run, machine_of),
+    )
 
 
 def _fitting(requests: Iterable[_Request]) -> Iterator[Change]:
@@ -145,6 +154,16 @@ def _without_division(run: RunConfig, machine_of: MachineOf) -> Iterator[_Reques
         freed = freed.model_copy(update={section: type(own)(**given)})
     if left_out:
         yield f"leave out {', '.join(left_out)}", freed, machine_of(freed)
+
+
+def _with_adapter(run: RunConfig, hardware: HardwareSpec) -> Iterator[Change]:
+    """Yield the request with adapters beside frozen weights, if it trains all published weights."""
+    published = run.model.from_hf is not None or run.start is not None
+    if not published or not trainable_of_run(run).is_everything:
+        return
+    adapted = run.model_copy(update={"adapter": AdapterConfig(rank=_RANK)})
+    for change in _fitting([(f"adapter.rank={_RANK}", adapted, hardware)]):
+        yield replace(change, effect=f"{counts_text(adapted)}, {change.effect}")
 
 
 def _shorter(run: RunConfig, hardware: HardwareSpec) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sppo.activations.policy import POLICIES, saved_bytes_per_token
 from sppo.config.run import RunConfig
 from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
-from sppo.cost.parameters import num_parameters
+from sppo.cost.trainable import parameter_counts, trainable_of_run
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import Draw, with_chosen_degrees
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
@@ -22,16 +22,20 @@ class ModelCounts:
     """Parameters of a model and bytes of one sequence, over all devices together.
 
     Attributes:
-        parameters: Number of trainable scalars.
-        state_bytes_per_parameter: Bytes of weights, gradients and optimizer states per parameter:
-            18 in bf16.
+        parameters: Number of scalars.
+        trained_parameters: Number of those that train.
+        state_bytes_per_parameter: Bytes of weights, gradients and optimizer states per parameter
+            that trains: 18 in bf16.
+        frozen_bytes_per_parameter: Bytes of weights per frozen parameter.
         saved_bytes: Bytes of activations that this engine saves without K and V, by policy.
         kv_bytes: Bytes of K and V.
         kv_gradients_bytes: Bytes of the fp32 gradients of K and V.
     """
 
     parameters: int
+    trained_parameters: int
     state_bytes_per_parameter: int
+    frozen_bytes_per_parameter: int
     saved_bytes: Mapping[str, int]
     kv_bytes: int
     kv_gradients_bytes: int
@@ -39,7 +43,8 @@ class ModelCounts:
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and optimizer states."""
-        return self.parameters * self.state_bytes_per_parameter
+        trained, frozen = self.trained_parameters, self.parameters - self.trained_parameters
+        return trained * self.state_bytes_per_parameter + frozen * self.frozen_bytes_per_parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,9 +95,12 @@ def model_counts(run: RunConfig) -> ModelCounts:
     moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
     layer_tokens = length * model.num_layers
     kv_elements = 2 * model.kv_heads * model.head_dim * layer_tokens
+    trained, total = parameter_counts(model, trainable_of_run(run))
     return ModelCounts(
-        parameters=num_parameters(model),
+        parameters=total,
+        trained_parameters=trained,
         state_bytes_per_parameter=element + ACCUMULATION_BYTES + masters + moments,
+        frozen_bytes_per_parameter=element,
         saved_bytes={
             policy: saved_bytes_per_token(policy, model, element_bytes=element) * layer_tokens
             for policy in POLICIES

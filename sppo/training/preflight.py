@@ -22,7 +22,7 @@ from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
 from sppo.cost.memory.state_memory import checkpoint_bytes
-from sppo.cost.parameters import num_parameters
+from sppo.cost.trainable import parameter_counts, trainable_of_run
 from sppo.data.run_tokens import open_sources
 from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.label_share import with_label_share
@@ -332,7 +332,8 @@ def check_first_checkpoint(run: RunConfig) -> None:
         return
     disk = shutil.disk_usage(next(path for path in directory.absolute().parents if path.is_dir()))
     moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
-    needed = (ACCUMULATION_BYTES + moments) * num_parameters(run.model)
+    trained, _ = parameter_counts(run.model, trainable_of_run(run))
+    needed = (ACCUMULATION_BYTES + moments) * trained
     if disk.total and needed > disk.free:  # /proc and the like have no space at all, nor files
         raise MemoryError(
             f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(disk.free)} are free "

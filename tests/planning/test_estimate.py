@@ -19,6 +19,15 @@ def test_18_bytes_per_parameter():
     assert in_fp32.state_bytes_per_parameter == 16
 
 
+def test_2_bytes_per_frozen_parameter():
+    adapted = make_run("llama-3.1-8b", length=8192, adapter={"rank": 32})
+    counts, frozen = model_counts(adapted), num_parameters(adapted.model)
+    sides = 2 * 4096 + 2 * (4096 + 1024) + 2 * 4096 + 3 * (4096 + 14336)
+    assert counts.trained_parameters == counts.parameters - frozen == 32 * 32 * sides
+    assert counts.state_bytes == 2 * frozen + 18 * counts.trained_parameters
+    assert counts.state_bytes / 1e9 == pytest.approx(17.6, rel=0.01)
+
+
 def test_stages_add_up_to_the_model():
     parallel = {
         "virtual_stages": 1,

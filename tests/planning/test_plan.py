@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sppo.config import load_run
+from sppo.cost.trainable import trainable_of_run
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
@@ -126,6 +127,20 @@ def test_every_difference_from_the_run_is_named_with_both_values():
     wider = RUN.model_copy(update={"model": RUN.model.model_copy(update={"mlp_size": 4096})})
     with pytest.raises(ValueError, match=r"model.mlp_size was 8192, is 4096"):
         check_plan_fits(PLAN, wider)
+
+
+def test_a_plan_is_for_what_trains():
+    adapted = offloading_run(adapter={"rank": 16})
+    with pytest.raises(ValueError, match=r'adapter was null, is {"rank": 16'):
+        check_plan_fits(PLAN, adapted)
+    plan = replace(PLAN, run=planned_part(adapted))
+    assert plan.trainable == trainable_of_run(adapted)
+    check_plan_fits(plan, offloading_run(adapter={"rank": 16, "from_peft": "adapters/first"}))
+    fewer = offloading_run(adapter={"rank": 8, "layers": "8-15"})
+    with pytest.raises(ValueError, match=r"adapter.layers was null, .*; adapter.rank was 16, is 8"):
+        check_plan_fits(plan, fewer)
+    with pytest.raises(ValueError, match=r'train.only was null, is \["embed'):
+        check_plan_fits(PLAN, offloading_run(train={"only": ["embed.*"]}))
 
 
 def test_a_plan_of_documents_is_not_for_a_stream():

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from sppo.config.run import RunConfig, StateConfig
 from sppo.cost.state_tiers import StateTiers
+from sppo.cost.trainable import trainable_of_run
 from sppo.hardware.description import HardwareSpec, Tier
 from sppo.planning.search.choices import (
     activation_tiers,
@@ -15,7 +16,9 @@ from sppo.planning.search.choices import (
 )
 
 _PARTS = ("weights", "gradients", "optimizer")
-_LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
+_FROZEN = ("weights",)
+"""Frozen weights leave the device alone; those that train leave with the optimizer."""
+_LEAVING = ((), ("optimizer",), _FROZEN, ("gradients", "optimizer"), _PARTS)
 """Sets of parts of the state that leave the device, from the cheapest to the one that frees most
 memory."""
 
@@ -49,7 +52,8 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
     """Return the choices of tiers for the training state, the nearest to the device first.
 
     State leaves a GPU to host memory, and a CPU, whose host memory is device memory, to the disk.
-    Weights and gradients leave without being asked to only if a rank may have several stages.
+    Weights and gradients leave without being asked to only if a rank may have several stages. The
+    optimizer leaves with gradients, and with weights unless some of them are frozen.
 
     Args:
         run: Validated run configuration.
@@ -64,15 +68,19 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
     node = hardware.node
     may_leave = (node.disk_bytes if on_cpu else node.host_memory_bytes) > 0
     may_have_stages = not uses_msp(run) and virtual_stages_to_try(run, num_ranks=1) != (1,)
+    freezes = not trainable_of_run(run).is_everything
+    followed = ("gradients",) if freezes else ("weights", "gradients")
     choices: list[StateTiers] = []
     for leaving in _LEAVING if may_leave else _LEAVING[:1]:
-        if "gradients" in leaving and not may_have_stages:
-            break
+        if leaving == _FROZEN and not freezes:
+            continue
+        if {"weights", "gradients"} & {*leaving} and not may_have_stages:
+            continue
         tiers = {part: asked[part] or (behind if part in leaving else "device") for part in _PARTS}
-        if {tiers["weights"], tiers["gradients"]} != {"device"}:
+        if any(tiers[part] != "device" for part in followed):
             if asked["optimizer"] == "device":
-                break
-            tiers["optimizer"] = behind  # the optimizer steps where weights or gradients are
+                continue
+            tiers["optimizer"] = behind  # the optimizer steps where these are
         chosen = StateTiers(**tiers)
         _check_tiers(chosen, hardware=hardware)
         if chosen not in choices:

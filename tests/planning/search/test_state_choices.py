@@ -27,6 +27,8 @@ LADDER = (
     StateTiers(gradients="host", optimizer="host"),
     StateTiers("host", "host", "host"),
 )
+FROZEN = StateTiers(weights="host")
+ADAPTED = {"adapter": {"rank": 4}}
 DISK = {"disk": "spill"}
 DISK_RATES = {"disk_write_bytes_per_s": 2e9, "disk_read_bytes_per_s": 2e9}
 
@@ -43,6 +45,11 @@ DISK_RATES = {"disk_write_bytes_per_s": 2e9, "disk_read_bytes_per_s": 2e9}
         ({"weights": "device", "gradients": "device"}, {}, LADDER[:2]),
         ({"weights": "host"}, {}, (StateTiers("host", "device", "host"), LADDER[3])),
         ({"weights": "host", "gradients": "host"}, {}, LADDER[3:]),
+        ({}, ADAPTED, (*LADDER[:2], FROZEN, *LADDER[2:])),
+        ({"optimizer": "device"}, ADAPTED, (ON_DEVICE, FROZEN)),
+        ({"weights": "host"}, ADAPTED, (FROZEN, StateTiers("host", "device", "host"), LADDER[3])),
+        ({}, {"train": {"only": ["layers.1?.*"]}}, (*LADDER[:2], FROZEN, *LADDER[2:])),
+        ({}, {**ADAPTED, "parallel": {"virtual_stages": 1}}, LADDER[:2]),
     ],
     ids=str,
 )
