@@ -26,30 +26,30 @@ _ELSEWHERE = {
     "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
     "tensor_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=megatron",
     "optimizer.offload": "state.optimizer=host",
-    **dict.fromkeys(("adapter.r", "adapter.lora_r", "adapter.lora_rank"), "adapter.rank"),
-    "adapter.lora_alpha": "adapter.alpha",
-    "adapter.use_rslora": "adapter.scaling=rank_stabilized",
-    **dict.fromkeys(("adapter.target_modules", "adapter.lora_target"), "adapter.targets"),
-    "adapter.layers_to_transform": "adapter.layers",
-    "adapter.modules_to_save": "adapter.also_train",
     **dict.fromkeys(("lora", "peft"), "the section adapter, with rank, alpha and targets"),
     **dict.fromkeys(("freeze", "unfrozen"), "train.only, globs of the parameters that train"),
 }
-"""Names here of keys of other programs, by path or by their first words, and of an earlier version.
+"""Names here of keys of other programs, by their first words, and of an earlier version, by path.
 """
-_ABSENT = {
+_OF_ADAPTERS = {
+    **dict.fromkeys(("r", "rank"), "Here it is adapter.rank."),
+    "alpha": "Here it is adapter.alpha.",
+    **dict.fromkeys(("target", "target_modules"), "Here it is adapter.targets."),
+    **dict.fromkeys(("modules_to_save", "additional_target"), "Here it is adapter.also_train."),
+    "layers_to_transform": "Here it is adapter.layers.",
+    "use_rslora": "Here it is adapter.scaling=rank_stabilized.",
+    "dropout": "Adapters have no dropout: leave it out; a lower adapter.rank fits less.",
+    "use_dora": "Adapters are LoRA, not DoRA: leave it out.",
+    "bias": "Biases stay frozen: leave it out.",
     **dict.fromkeys(
-        ("adapter.dropout", "adapter.lora_dropout"),
-        "Adapters have no dropout: leave it out. A lower adapter.rank or optimizer.lr fits less",
+        ("rank_pattern", "alpha_pattern"), "All targets have one rank and one alpha: leave it out."
     ),
-    "adapter.use_dora": "DoRA is not trained, only LoRA: leave it out",
-    "adapter.bias": "Biases stay frozen: leave it out",
     **dict.fromkeys(
-        ("adapter.rank_pattern", "adapter.alpha_pattern"),
-        "All targets have one rank and one alpha: leave it out",
+        ("load_in_4bit", "load_in_8bit", "quantization_bit"),
+        "The base is not quantized: leave it out; state.weights=host takes it off the device.",
     ),
 }
-"""Words about keys of other programs, by path, of what there is not here."""
+"""Words about keys of adapters in other programs, without the ``lora_`` in front of some."""
 
 _NO_SUCH_KEY = ("extra_forbidden", "invalid_key")
 _UNREADABLE = ("int_parsing", "float_parsing", "bool_parsing")
@@ -200,8 +200,9 @@ def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
     here = next(
         (here for told, here in _ELSEWHERE.items() if key.startswith(told) or path == told), None
     )
-    if path in _ABSENT:
-        hint = f" {_ABSENT[path]}."
+    of_adapters = key.removeprefix("peft_").removeprefix("lora_")
+    if of_adapters in _OF_ADAPTERS and (within == ["adapter"] or of_adapters != key):
+        hint = f" {_OF_ADAPTERS[of_adapters]}"
     elif here is not None:
         hint = f" Here it is {here}."
     elif keys is RUN_KEYS and key in KEY_PATHS:

@@ -146,6 +146,10 @@ def test_an_evaluation_of_the_initial_weights_is_that_of_the_checkpoint(first):
             "has 1 problem",  # what the section adds to is unknown
         ),
         ({"start": {"step": 4}}, "start.step=4: first holds the checkpoints 3, 6; name one"),
+        (
+            {"start": {"optimizer": True}, "adapter": {"rank": 2}},
+            "the moments of first along, and there layers.0.q.lora_a did not train; write start",
+        ),
         ({"start": {"step": "best"}}, "start.step=best: first holds the checkpoints 3, 6;"),
         ({"start": {"step": "bst"}}, "Did you mean 'best'?"),
         ({"train": {"output": "first"}}, "first belongs to a run with another configuration"),
