@@ -18,10 +18,11 @@ from sppo.planning.search.solver import Solution
 from sppo.planning.why_nothing_fits import run_line
 from sppo.units import format_bytes, format_duration
 
-MFU_DEFINITION = (
+_MFU = (
     "causal model FLOPs, nothing recomputed (6·weights·tokens + 6·S²·heads·head size a layer), "
     "over time · devices · peak"
 )
+_MFU_OF_FROZEN = "; 4·weights·tokens of frozen weights, forward alone in layers without backward"
 
 
 class StreamAnswer(Answer[EvaluatedCandidate]):
@@ -71,7 +72,13 @@ class StreamAnswer(Answer[EvaluatedCandidate]):
             }
             for evaluated in solution.by_num_subsequences
         ]
-        return {"by_num_subsequences": by_count, "mfu_definition": MFU_DEFINITION}
+        return {"by_num_subsequences": by_count, "mfu_definition": self._mfu}
+
+    @property
+    def _mfu(self) -> str:
+        """Definition of the model FLOPs utilization."""
+        freezes = not self._explained.candidate.workload.trainable.is_everything
+        return _MFU + _MFU_OF_FROZEN * freezes
 
     @property
     def _request_line(self) -> str:
@@ -80,7 +87,7 @@ class StreamAnswer(Answer[EvaluatedCandidate]):
     def _notes(self) -> Iterator[str]:
         best = self._explained
         yield f"policy {best.effective_policy}: {policy_text(best)}"
-        yield f"MFU: {MFU_DEFINITION}"
+        yield f"MFU: {self._mfu}"
         if any(other.step_s < best.step_s for other in self.solution.runners_up):
             yield "of divisions within 1 % of the fastest, the best takes least host memory"
 
