@@ -218,6 +218,7 @@ def _elementwise(dtype: Any, width: int) -> None:
         norms.add_norm_(x.clone(), x, x[0], bias, eps=1e-6)
         for residual in (None, x):
             norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=residual)
+        norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=x, with_parameters=False)
     heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
     rotary.turn(heads, angles, angles, sign=1.0)
     activations.activation(x, x.clone(), kind="swiglu")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, stage_shapes
+from sppo.cost.parameters import Shape
+from sppo.cost.trainable import Trainable
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData
 from sppo.kernels.elementwise import accumulation_dtype
@@ -29,13 +30,21 @@ _WEIGHTS_ADVICE = "sppo.initial_weights(run.model, seed=0) gives them"
 _GRADIENTS_ADVICE = "sppo.zero_gradients(weights) gives them"
 
 
-def check_engine(model: object, weights: object, gradients: object, *, pipeline: Pipeline) -> None:
+def check_engine(
+    model: object,
+    weights: object,
+    gradients: object,
+    *,
+    trainable: Trainable,
+    pipeline: Pipeline,
+) -> None:
     """Check a model, and mappings of its weights and gradients unless other ranks share them.
 
     Args:
         model: Shape of the model.
         weights: Weights of this rank's stages by global name, or a provider.
-        gradients: Their buffers, or a provider; None for evaluation only.
+        gradients: Buffers of those that train, or a provider; None for evaluation only.
+        trainable: Adapters, and parameters that train.
         pipeline: Stages of this rank, and the ranks that may hold other shards of the weights.
 
     Raises:
@@ -56,22 +65,29 @@ def check_engine(model: object, weights: object, gradients: object, *, pipeline:
         return
     shapes: dict[str, Shape] = {}
     for layers in pipeline.layers(model.num_layers).values():
-        shapes |= stage_shapes(model, layers)
+        shapes |= trainable.stage_shapes(model, layers)
     first = _check_tensors("weights", weights, shapes, advice=_WEIGHTS_ADVICE)
     if first.dtype not in _FLOAT_TYPES:
         raise ValueError(f"sppo.Engine: weights are {first.dtype}; make them a floating-point type")
     if not isinstance(gradients, Mapping):
         return
+    trained = {name: shape for name, shape in shapes.items() if trainable.trains(name)}
+    frozen = [name for name in shapes if name in gradients and name not in trained]
+    if frozen:
+        raise ValueError(
+            f"sppo.Engine: gradients[{frozen[0]!r}] is of a parameter that does not train; "
+            "sppo.zero_gradients(weights, trainable=trainable) gives those that do"
+        )
     sums = accumulation_dtype(first.dtype)
     _check_tensors(
         "gradients",
         gradients,
-        shapes,
+        trained,
         advice=_GRADIENTS_ADVICE,
         like=first.new_empty(0, dtype=sums),
     )
     owners = {weights[name].data_ptr(): f"weights[{name!r}]" for name in shapes}
-    for name in shapes:
+    for name in trained:
         address, own = gradients[name].data_ptr(), f"gradients[{name!r}]"
         if address and (other := owners.setdefault(address, own)) != own:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
 from sppo.config.model import ModelConfig
+from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor
@@ -106,13 +107,14 @@ class Engine:
         model: Model configuration.
         weights: All parameters of this rank's stages by global name, in the compute dtype, or a
             provider of them. Entries may be replaced between steps, by tensors like them.
-        gradients: Buffers by global name to add gradients to, fp32 (fp64 for fp64), or a provider
-            of them; None for evaluation only.
+        gradients: Buffers of the parameters that train, by global name, to add gradients to, fp32
+            (fp64 for fp64), or a provider of them; None for evaluation only.
         policy: Activation policy, see :mod:`sppo.activations.policy`; ignored if `pipeline` has
             placements.
         pipeline: The stages of this rank, their plan, and links to other ranks.
         offloaded: Store for offloaded tensors of this rank; closed with the engine.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
+        trainable: Adapters, and parameters that train.
         stopwatch: Clock of the actions; None uses the host's clock.
         debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
             a sequence, saved tensors on the stack of a lone stage.
@@ -132,10 +134,11 @@ class Engine:
         pipeline: Pipeline = ALONE,
         offloaded: BlockStore | None = None,
         loss_terms: LossTerms = CROSS_ENTROPY,
+        trainable: Trainable = EVERYTHING,
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
     ) -> None:
-        check_engine(model, weights, gradients, pipeline=pipeline)
+        check_engine(model, weights, gradients, trainable=trainable, pipeline=pipeline)
         self._model, self._pipeline = model, pipeline
         # Training reads checked data, and does not wait for the device here.
         self._checks_steps = isinstance(weights, Mapping)
@@ -171,7 +174,9 @@ class Engine:
             sent=pipeline.msp_links is not None,
             poison=debug,
         )
-        self._whole = StageProviders(model, weights, gradients, self._store, self._kv, loss_terms)
+        self._whole = StageProviders(
+            model, weights, gradients, self._store, self._kv, loss_terms, trainable=trainable
+        )
         stage = partial(Stage, self._model, exchange=exchange)
         self._stages = {
             index: stage(layers=layers, providers=self._whole, input_every=pipeline.input_every)

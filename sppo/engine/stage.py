@@ -1,5 +1,9 @@
 """Consecutive layers that one rank runs, with the embedding or the head at the model's ends.
 
+The first layers of the model have no backward if nothing trains in them or below them
+(:mod:`sppo.cost.trainable`): they save nothing, and keep K and V only as long as the sequence runs
+forward. No stage sends a gradient down to them.
+
 ``forward`` and ``backward`` take one unit, a (sequence, subsequence) pair, or an MSP shard of one.
 Weights, sums of gradients, and keys and values come from providers
 (:mod:`sppo.engine.stage_providers`).
@@ -20,6 +24,7 @@ from sppo.activations.activation_layout import ActivationKey, ActivationLayout, 
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
+from sppo.cost.trainable import layers_without_backward, trains_embedding
 from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
@@ -63,10 +68,14 @@ class Stage:
         self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
         self.model = model if self._tensor is None else self._tensor.sharding.own_model
         self._layers, self._providers = layers, providers
+        trainable, first = providers.trainable, layers_without_backward(model, providers.trainable)
+        self._with_backward = range(max(layers.start, min(first, layers.stop)), layers.stop)
+        self._trains_below = layers.start > first or trains_embedding(model, trainable)
+        self._adapter_scale = 1.0 if trainable.adapter is None else trainable.adapter.scale
         self.store, self._kv = providers.saved, providers.kv_store
         self._blocks = BlockLayout(
             tensor_bytes_per_token(self.model, element_bytes=self._kv.dtype.itemsize),
-            layers=self._layers,
+            layers=self._with_backward,
             input_every=input_every,
         )
         self.layout = ActivationLayout(self._blocks, {})
@@ -83,6 +92,19 @@ class Stage:
     def is_last(self) -> bool:
         """True if the stage holds the final norm and the head."""
         return self._layers.stop == self.model.num_layers
+
+    @cached_property
+    def _trained_names(self) -> dict[int, frozenset[str]]:
+        """Names within each layer with a backward of the parameters that train."""
+        trainable = self._providers.trainable
+        return {
+            index: frozenset(
+                name
+                for name in trainable.layer_shapes(self.model, index)
+                if trainable.trains(f"layers.{index}.{name}")
+            )
+            for index in self._with_backward
+        }
 
     def prepare(
         self,
@@ -133,14 +155,14 @@ class Stage:
             if self.is_last:
                 yield "head"
         elif kind is ActionKind.KV:
-            yield from self._layers
+            yield from self._with_backward
         elif kind is ActionKind.B:
             yield from self._backward_visits(unit)
 
     def _backward_visits(self, unit: Unit) -> Iterator[int]:
         """Yield layers in backward order, each after the layers that recompute its input."""
-        with_input = {i for i in self._layers if self.layout.saves_input(unit.key, i)}
-        for index in reversed(self._layers):
+        with_input = {i for i in self._with_backward if self.layout.saves_input(unit.key, i)}
+        for index in reversed(self._with_backward):
             below = max(layer for layer in with_input if layer <= index)
             yield from range(below, index)
             with_input.update(range(below, index))
@@ -165,15 +187,16 @@ class Stage:
         del x_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
         for index in self._layers:
-            offloaded, retained = self.layout.tensor_rows(unit.key, index) if training else ({}, {})
-            with self._layer(unit, index, rotary, saves_kv=training) as layer:
+            saves = training and index in self._with_backward
+            offloaded, retained = self.layout.tensor_rows(unit.key, index) if saves else ({}, {})
+            with self._layer(unit, index, rotary, saves_kv=saves) as layer:
                 x, saved = layer.forward(x, keep=frozenset(offloaded | retained))
-            if training:
+            if saves:
                 self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
-        kv_stays = training and self._kv_placement == "retained"
-        if not kv_stays and unit.span.end == unit.span.length:
-            self._kv.release(unit.sequence, layers=self._layers)
+        if unit.span.end == unit.span.length:
+            kept = self._with_backward if training and self._kv_placement == "retained" else ()
+            self._kv.release(unit.sequence, layers=[i for i in self._layers if i not in kept])
         if not self.is_last:
             return x
         self._providers.loss(unit, x, loss_scale)
@@ -195,9 +218,9 @@ class Stage:
                 Their operands live until then, so saved tensors that a store lends are copied.
 
         Returns:
-            Gradient of the input ``[C, E]``; None on the first stage.
+            Gradient of the input ``[C, E]``; None on the first stage with a backward.
         """
-        self._providers.begin(unit, self._layers[::-1], forward=False)
+        self._providers.begin(unit, self._with_backward[::-1], forward=False)
         dx = self._providers.take_loss_gradient(unit) if dy_CE is None else dy_CE
         del dy_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
@@ -207,7 +230,7 @@ class Stage:
             return join(*self.store.get(key, owned=defer_weights))
 
         taken: dict[int, Saved] = {}
-        for index in reversed(self._layers):
+        for index in reversed(self._with_backward):
             saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
             if "x_in" not in saved:
                 self._recompute_input(unit, index, saved, taken, take, rotary)
@@ -217,7 +240,9 @@ class Stage:
                     dx = layer.backward(dx, saved=saved, gradients=gradients)
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
-            self._kv.release(unit.sequence, layers=self._layers)
+            self._kv.release(unit.sequence, layers=self._with_backward)
+        if not self._trains_below:
+            return None
         if not self.is_first:
             return dx
         self._providers.embed_backward(unit, dx)
@@ -241,7 +266,7 @@ class Stage:
                 sequence's first backward.
         """
         rotary = self._rotary(unit)
-        for index in self._layers:
+        for index in self._with_backward:
             x = self.store.retained.peek(ActivationKey(*unit.key, index), "x_in")
             assert x is not None, f"layer {index} has not retained its input"
             assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
@@ -262,7 +287,7 @@ class Stage:
             with self._providers.sink(unit, index) as sums:
                 yield sums
             return
-        sink = DeferredGradients()
+        sink = DeferredGradients(self._trained_names[index])
         yield sink
         self._deferred.setdefault(unit.key, []).append((index, sink))
         self.store.retained.held.add(sink.operand_bytes)
@@ -337,7 +362,7 @@ class Stage:
                 document_starts=unit.span.document_starts,
                 offload=offload,
             )
-            yield Layer(self.model, weights, rotary, attention, tokens)
+            yield Layer(self.model, weights, rotary, attention, tokens, self._adapter_scale)
 
 
 def cut(

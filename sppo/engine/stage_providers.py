@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from sppo.activations.activation_layout import ActivationKey
 from sppo.config.model import ModelConfig
+from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.attention.kv_store import KVStore, StoredKV
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import PartProvider, WeightProvider, visit
@@ -47,6 +48,7 @@ class StageProviders:
         kv_store: Store of keys and values of the rank.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         results: Unscaled losses and correctness, ``[L]`` each, of the units that were computed.
+        trainable: Parameters that train; `gradients` has buffers of no others.
     """
 
     model: ModelConfig
@@ -56,6 +58,7 @@ class StageProviders:
     kv_store: KVStore
     loss_terms: LossTerms
     results: dict[UnitKey, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    trainable: Trainable = EVERYTHING
 
     def __post_init__(self) -> None:
         self.weights: PartProvider = self.own_weights
@@ -91,11 +94,12 @@ class StageProviders:
         """Add the gradients of the embedding, given the gradient of the first layer's input."""
         assert self.gradients is not None, "training needs gradient buffers"
         with gradients_of(self.gradients, "embedding") as totals:
-            embed = totals["embed.weight"]
-            embed.index_add_(0, unit.tokens_C, dx_CE.to(embed.dtype))
-            if self.model.position == "learned":
-                positions = totals["positions.weight"]
-                positions.index_add_(0, unit.positions_C, dx_CE.to(positions.dtype))
+            for name, rows_C in (
+                ("embed.weight", unit.tokens_C),
+                ("positions.weight", unit.positions_C),
+            ):
+                if name in totals:
+                    totals[name].index_add_(0, rows_C, dx_CE.to(totals[name].dtype))
 
     def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
         """Compute the losses of a unit; in training, save the gradient of ``x_CE``, too.
@@ -133,7 +137,7 @@ class StageProviders:
                 weights[self._head],
                 unit.labels.labels_L,
                 scale=loss_scale,
-                dweight_VE=totals[self._head],
+                dweight_VE=totals.get(self._head),
                 terms=self.loss_terms,
             )
             del hidden_LE

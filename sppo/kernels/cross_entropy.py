@@ -72,7 +72,7 @@ def linear_cross_entropy_with_gradient(
     labels_L: Tensor,
     *,
     scale: float,
-    dweight_VE: Tensor,
+    dweight_VE: Tensor | None,
     terms: LossTerms = CROSS_ENTROPY,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,8 @@ def linear_cross_entropy_with_gradient(
         weight_VE: Weight of the projection.
         labels_L: Target token of each position.
         scale: Factor of the loss, one over the valid labels of the global batch.
-        dweight_VE: fp32 (float64) accumulator of the weight gradient, added to in place.
+        dweight_VE: fp32 (float64) accumulator of the weight gradient, added to in place; None if
+            the weight is frozen.
         terms: Terms of the loss besides the cross entropy.
         tile_bytes: Upper bound of the bytes of one tile of logits; None for the device's default.
 
@@ -99,7 +100,8 @@ def linear_cross_entropy_with_gradient(
             logits_tV, labels_L[rows], scale=scale, terms=terms
         )
         input_gradient(logits_tV, weight_VE, into_CI=dhidden_LE[rows])
-        accumulate_weight_gradient(dweight_VE, logits_tV, hidden_tE)
+        if dweight_VE is not None:
+            accumulate_weight_gradient(dweight_VE, logits_tV, hidden_tE)
         del logits_tV  # before the next tile is made
     return losses_L, correct_L, dhidden_LE
 

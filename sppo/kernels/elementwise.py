@@ -83,45 +83,56 @@ def norm_backward(
     *,
     eps: float,
     dresidual_CE: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (dx in x's dtype, dweight in fp32, dbias in fp32 or None) of :func:`norm`.
+    with_parameters: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (dx in x's dtype, dweight in fp32, dbias in fp32) of :func:`norm`.
 
-    ``dresidual_CE``, the gradient of x through the residual connection, is added to dx.
+    ``dresidual_CE``, the gradient of x through the residual connection, is added to dx. Without
+    ``with_parameters``, for frozen parameters, dweight and dbias are None; dbias also for RMSNorm.
     """
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
         return norms.norm_backward(
-            dy_CE, x_CE, weight_E, bias_E, eps=eps, dresidual_CE=dresidual_CE
+            dy_CE,
+            x_CE,
+            weight_E,
+            bias_E,
+            eps=eps,
+            dresidual_CE=dresidual_CE,
+            with_parameters=with_parameters,
         )
     dx = torch.empty_like(x_CE)
     sums = [
         torch.zeros_like(x, dtype=accumulation_dtype(x_CE.dtype))
         for x in (weight_E, bias_E)
-        if x is not None
+        if x is not None and with_parameters
     ]
     for rows in row_tiles(x_CE):
+        tiles = dy_CE[rows], x_CE[rows], weight_E
         if bias_E is None:
-            dx_tile, *of_tile = _rms_norm_backward(dy_CE[rows], x_CE[rows], weight_E, eps)
+            dx_tile, *of_tile = _rms_norm_backward(*tiles, eps, with_parameters)
         else:
-            dx_tile, *of_tile = _layer_norm_backward(dy_CE[rows], x_CE[rows], weight_E, bias_E, eps)
+            dx_tile, *of_tile = _layer_norm_backward(*tiles, bias_E, eps, with_parameters)
         dx[rows] = dx_tile if dresidual_CE is None else dx_tile.add_(dresidual_CE[rows])
-        for total, part in zip(sums, of_tile, strict=True):
+        for total, part in zip(sums, of_tile, strict=False):  # no sums of frozen parameters
+            assert part is not None, "parameters that train have gradients"
             total += part
-    return dx, sums[0], None if bias_E is None else sums[1]
+    dweight, dbias = (*sums, None, None)[:2]
+    return dx, dweight, dbias
 
 
 def _rms_norm_backward(
-    dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return (dx, dweight) of the RMSNorm of one tile, in fp32 or better.
+    dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, eps: float, with_parameters: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return (dx, dweight or None) of the RMSNorm of one tile, in fp32 or better.
 
     With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
     """
     inverse = _inverse_rms(x_tE, eps)
     normed = x_tE * inverse
     product = dy_tE * normed
-    dweight = product.flatten(0, -2).sum(0)
+    dweight = product.flatten(0, -2).sum(0) if with_parameters else None
     mean = product.mul_(weight_E).mean(-1, keepdim=True)
     dx = dy_tE.to(normed.dtype) * weight_E
     return dx.addcmul_(normed, mean, value=-1.0).mul_(inverse), dweight
@@ -136,14 +147,19 @@ def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
 
 
 def _layer_norm_backward(
-    dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dx, dweight, dbias) of the LayerNorm of one tile, in fp32 or better."""
+    dy_tE: Tensor,
+    x_tE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor,
+    eps: float,
+    with_parameters: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (dx, dweight or None, dbias or None) of a tile's LayerNorm, in fp32 or better."""
     dtype, shape = accumulation_dtype(x_tE.dtype), [x_tE.shape[-1]]
     dy, x, weight, bias = (t.to(dtype) for t in (dy_tE, x_tE, weight_E, bias_E))
     _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        dy, x, shape, mean, rstd, weight, bias, [True, True, True]
+        dy, x, shape, mean, rstd, weight, bias, [True, with_parameters, with_parameters]
     )
     return dx, dweight, dbias
 

@@ -1,6 +1,6 @@
 """Products of linear layers: forward, input gradient, and fp32 sums of weight gradients.
 
-Legend: C tokens, O outputs, I inputs.
+Legend: C tokens, O outputs, I inputs; M x K and K x N operands of a product.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def input_gradient(dy_CO: Tensor, weight_OI: Tensor, *, into_CI: Tensor | None =
     return product_by_casts(dy_CO, weight_OI, into_MN=into_CI)
 
 
-def add_input_gradient_(dx_CI: Tensor, dy_CO: Tensor, weight_OI: Tensor) -> None:
-    """Add ``dy @ weight`` to ``dx_CI`` in place."""
-    if needs_casts(dy_CO):
-        add_product_by_casts(dx_CI, dy_CO, weight_OI)
+def add_product_(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    """Add ``left @ right`` to ``total_MN`` of the same dtype, in place."""
+    if needs_casts(left_MK):
+        add_product_by_casts(total_MN, left_MK, right_KN)
     else:
-        dx_CI.addmm_(dy_CO, weight_OI)
+        total_MN.addmm_(left_MK, right_KN)
 
 
 def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.kernels import elementwise
-from sppo.kernels.linear import add_input_gradient_, input_gradient, linear
 from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
 from sppo.model.gradients import GradientSink
+from sppo.model.projection import Projection
 
 Weights = Mapping[str, Tensor]
 Saved = dict[str, Tensor]
@@ -90,6 +90,7 @@ class Layer:
         rotary: Angles of the tokens; None without rotary positions.
         attention: Attention of the tokens over their prefix and themselves.
         tokens: Collectives of the ranks over which the residual stream's tokens are sharded.
+        adapter_scale: Factor of the product of the factors of an adapter.
     """
 
     model: ModelConfig
@@ -97,6 +98,7 @@ class Layer:
     rotary: RotaryTable | None
     attention: SubsequenceAttention
     tokens: TokenExchange = TokenExchange()  # noqa: RUF009 - has no state
+    adapter_scale: float = 1.0
 
     def forward(self, x_CE: Tensor, *, keep: frozenset[str]) -> tuple[Tensor, Saved]:
         """Return the output ``[C, E]`` and the saved tensors named in ``keep``."""
@@ -140,10 +142,10 @@ class Layer:
             x_mid = self._after_attention(x_in, o)
         dx_mid = self._mlp_backward(dy_CE, x_mid, saved, gradients)
         del x_mid
-        d_o = self.tokens.gather(dx_mid)
-        gradients.linear("o", dy_CO=d_o, x_CI=o)
-        do_CND = input_gradient(d_o, self.weights["o.weight"]).view_as(q)
-        del d_o
+        back = self._projection("o").backward(self.tokens.gather(dx_mid))
+        back.parameter_gradients(o, gradients)
+        do_CND = back.input_gradient().view_as(q)
+        del back
         dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
         dq = self._unrotate_and_unnorm("q", dq, q_projected, gradients)
@@ -254,12 +256,15 @@ class Layer:
         return self._heads("k", n1_CE) if k is None else k
 
     def _heads(self, name: str, n1_CE: Tensor) -> Tensor:
-        projected = self._linear(name, n1_CE)
+        projected = self._project(name, n1_CE)
         return projected.view(projected.shape[0], -1, self.model.head_dim)
 
-    def _linear(self, name: str, x_CI: Tensor) -> Tensor:
+    def _projection(self, name: str) -> Projection:
+        return Projection(name, self.weights, self.adapter_scale)
+
+    def _project(self, name: str, x_CI: Tensor) -> Tensor:
         """Return a projection of ``x_CI``, ``[C, O]``."""
-        return linear(x_CI, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        return self._projection(name).forward(x_CI)
 
     def _norm_and_rotate(self, name: str, x_CHD: Tensor, rotary: RotaryTable | None) -> Tensor:
         if self.model.qk_norm:
@@ -269,7 +274,7 @@ class Layer:
 
     def _attention_output(self, o_CQ: Tensor) -> Tensor:
         """Return ``[C, E]``, the term that attention adds to the residual stream."""
-        return self.tokens.scatter_sum(self._linear("o", o_CQ))
+        return self.tokens.scatter_sum(self._project("o", o_CQ))
 
     def _after_attention(self, x_CE: Tensor, o_CQ: Tensor) -> Tensor:
         """Return ``x_mid`` without its norm, bitwise equal to that of :meth:`forward`."""
@@ -277,14 +282,14 @@ class Layer:
 
     def _mlp_inputs(self, n2_CE: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return (gate_CF, up_CF); gate_CF is None for an MLP without a gate."""
-        up = self._linear("up", n2_CE)
+        up = self._project("up", n2_CE)
         if not self.model.gated:
             return None, up
-        return self._linear("gate", n2_CE), up
+        return self._project("gate", n2_CE), up
 
     def _after_mlp(self, x_mid_CE: Tensor, gate_CF: Tensor | None, up_CF: Tensor) -> Tensor:
         hidden = elementwise.activation(gate_CF, up_CF, kind=self.model.mlp)
-        out = self._linear("down", hidden)
+        out = self._project("down", hidden)
         return self.tokens.scatter_sum(out).add_(x_mid_CE)
 
     def _mlp_backward(
@@ -294,21 +299,24 @@ class Layer:
         n2 = self._gathered_norm("mlp_norm", x_mid_CE)
         up, gate = saved.pop("up", None), saved.pop("gate", None)
         if up is None:
-            up = self._linear("up", n2)
+            up = self._project("up", n2)
         if gate is None and self.model.gated:
-            gate = self._linear("gate", n2)
+            gate = self._project("gate", n2)
         dy = self.tokens.gather(dy_CE)
-        dhidden = input_gradient(dy, self.weights["down.weight"])
+        back = self._projection("down").backward(dy)
+        del dy
+        dhidden = back.input_gradient()
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
-        gradients.linear("down", dy_CO=dy, x_CI=inner.hidden_CF)
-        del dy
-        gradients.linear("up", dy_CO=inner.dup_CF, x_CI=n2)
-        dn2 = input_gradient(inner.dup_CF, self.weights["up.weight"])
+        back.parameter_gradients(inner.hidden_CF, gradients)
+        back = self._projection("up").backward(inner.dup_CF)
+        back.parameter_gradients(n2, gradients)
+        dn2 = back.input_gradient()
         if inner.dgate_CF is not None:
-            gradients.linear("gate", dy_CO=inner.dgate_CF, x_CI=n2)
-            add_input_gradient_(dn2, inner.dgate_CF, self.weights["gate.weight"])
-        del inner
+            back = self._projection("gate").backward(inner.dgate_CF)
+            back.parameter_gradients(n2, gradients)
+            back.input_gradient(add_to_CI=dn2)
+        del back, inner
         dn2 = self.tokens.scatter_sum(dn2)
         return norm_backward(
             self.model, "mlp_norm", dn2, x_mid_CE, self.weights, gradients, dresidual_CE=dy_CE
@@ -323,11 +331,15 @@ class Layer:
         gradients: GradientSink,
     ) -> Tensor:
         """Return the gradient of the normed layer input through the q, k and v projections."""
-        dn1 = input_gradient(dq_CND.flatten(1), self.weights["q.weight"])
-        for name, d_CKD in (("k", dk_CKD), ("v", dv_CKD)):
-            add_input_gradient_(dn1, d_CKD.flatten(1), self.weights[f"{name}.weight"])
-        for name, d_CHD in (("q", dq_CND), ("k", dk_CKD), ("v", dv_CKD)):
-            gradients.linear(name, dy_CO=d_CHD.flatten(1), x_CI=n1_CE)
+        q, k, v = (
+            self._projection(name).backward(d_CHD.flatten(1))
+            for name, d_CHD in (("q", dq_CND), ("k", dk_CKD), ("v", dv_CKD))
+        )
+        dn1 = q.input_gradient()
+        for back in (k, v):
+            back.input_gradient(add_to_CI=dn1)
+        for back in (q, k, v):
+            back.parameter_gradients(n1_CE, gradients)
         return dn1
 
     def _unrotate_and_unnorm(
@@ -344,9 +356,14 @@ class Layer:
         weight = self.weights[f"{name}_norm.weight"]
         assert projected_CHD is not None, "q/k-norm needs its input"
         d_CHD, dweight, _ = elementwise.norm_backward(
-            d_CHD, projected_CHD, weight, eps=self.model.norm_eps
+            d_CHD,
+            projected_CHD,
+            weight,
+            eps=self.model.norm_eps,
+            with_parameters=gradients.trains(f"{name}_norm.weight"),
         )
-        gradients.add(f"{name}_norm.weight", dweight)
+        if dweight is not None:
+            gradients.add(f"{name}_norm.weight", dweight)
         return d_CHD
 
     def _gathered_norm(self, name: str, x_CE: Tensor) -> Tensor:
@@ -392,17 +409,22 @@ def norm_backward(
     *,
     dresidual_CE: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of :func:`norm`'s input; add the parameters' gradients to ``gradients``.
+    """Return the gradient of :func:`norm`'s input; add those of parameters that train to a sink.
 
     The result includes ``dresidual_CE``, the gradient through the residual connection.
     """
-    parameters = _norm_parameters(name, weights)
-    dx, dweight, dbias = elementwise.norm_backward(
-        dy_CE, x_CE, *parameters, eps=model.norm_eps, dresidual_CE=dresidual_CE
+    names = (f"{name}.weight", f"{name}.bias")
+    dx, *found = elementwise.norm_backward(
+        dy_CE,
+        x_CE,
+        *_norm_parameters(name, weights),
+        eps=model.norm_eps,
+        dresidual_CE=dresidual_CE,
+        with_parameters=any(map(gradients.trains, names)),
     )
-    gradients.add(f"{name}.weight", dweight)
-    if dbias is not None:
-        gradients.add(f"{name}.bias", dbias)
+    for parameter, gradient in zip(names, found, strict=True):
+        if gradient is not None and gradients.trains(parameter):
+            gradients.add(parameter, gradient)
     return dx
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sppo.kernels import half_products, linear
 from sppo.kernels.linear import (
     accumulate_weight_gradient,
-    add_input_gradient_,
+    add_product_,
     input_gradient,
 )
 from tests.kernels.allocations import peak_bytes
@@ -61,7 +61,7 @@ def test_every_product_of_a_linear_layer_is_rounded_once(
         assert torch.equal(into, found)
 
         exact += dx.double()
-        add_input_gradient_(dx, dy, weight)
+        add_product_(dx, dy, weight)
         assert ((dx.double() - exact).abs() <= rounded_once(exact, dx)).all()
 
         exact = total.double() + dy.double().t() @ x.double()

@@ -34,20 +34,20 @@ def lent_operands() -> Iterator[None]:
 
     So they keep the KV store's whole dV buffer, which the next sequence writes over.
     """
-    unchanged = DeferredGradients.linear
+    unchanged = DeferredGradients.product
 
     def retained(operand: torch.Tensor) -> torch.Tensor:
         own_bytes = operand.numel() * operand.element_size()
         return operand.clone() if operand.untyped_storage().nbytes() > own_bytes else operand
 
-    def linear(self: Any, name: str, *, dy_CO: torch.Tensor, x_CI: torch.Tensor) -> None:
+    def product(self: Any, name: str, *, dy_CO: torch.Tensor, x_CI: torch.Tensor) -> None:
         unchanged(self, name, dy_CO=retained(dy_CO), x_CI=retained(x_CI))
 
     def by_token(x_CKD: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
         return x_CKD.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
     with (
-        patch.object(DeferredGradients, "linear", linear),
+        patch.object(DeferredGradients, "product", product),
         patch.object(kv_store, "copy_by_token", by_token),
     ):
         yield

@@ -28,7 +28,7 @@ class SharedGradients:
     Args:
         exchange: Communication with the ranks of the other shards.
         totals: The owner's fp32 sums of the layer by local name; None on a borrower.
-        shapes: Shapes of the layer's parameters by local name.
+        shapes: Shapes of the layer's parameters that train, by local name.
         dtype: Type of the weights.
         device: Device of the gradients.
     """
@@ -47,15 +47,21 @@ class SharedGradients:
         self._members = exchange.members
         self._under_way: deque[tuple[str, Tensor, Any]] = deque()
 
-    def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """Compute weight and bias gradients of a linear layer; start to sum them at the owner."""
-        weight = self._sum(f"{name}.weight")
+    def trains(self, name: str) -> bool:
+        """Return whether the parameter trains."""
+        return name in self._shapes
+
+    def product(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
+        """Compute the gradient of a matrix; start to sum it at the owner."""
+        weight = self._sum(name)
         accumulate_weight_gradient(weight, dy_CO, x_CI)
-        self._send(f"{name}.weight", weight)
-        if f"{name}.bias" in self._shapes:
-            bias = self._sum(f"{name}.bias")
-            accumulate_bias_gradient(bias, dy_CO)
-            self._send(f"{name}.bias", bias)
+        self._send(name, weight)
+
+    def token_sum(self, name: str, *, dy_CO: Tensor) -> None:
+        """Compute the gradient of a bias; start to sum it at the owner."""
+        bias = self._sum(name)
+        accumulate_bias_gradient(bias, dy_CO)
+        self._send(name, bias)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a parameter's gradient and start to sum it at the owner."""

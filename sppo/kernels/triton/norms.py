@@ -102,6 +102,7 @@ def _norm_backward_kernel(
     EPS: tl.constexpr,
     CENTRED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    PARAMETERS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
@@ -118,13 +119,15 @@ def _norm_backward_kernel(
         x_rE, inverse_r = _statistics(x_rE.to(ACC_DTYPE), inside_rE, size, EPS, CENTRED)
         dy_rE = dy_rE.to(ACC_DTYPE)
         normed_rE = x_rE * inverse_r[:, None]
-        dweight_E += tl.sum(dy_rE * normed_rE, 0)
+        if PARAMETERS:
+            dweight_E += tl.sum(dy_rE * normed_rE, 0)
         # Loaded again for every row, from a cache: keeping it would take a fifth of the registers.
         weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
         inner_rE = dy_rE * weight_E[None, :]
         dx_rE = inner_rE - normed_rE * (tl.sum(inner_rE * normed_rE, 1) / size)[:, None]
         if CENTRED:
-            dbias_E += tl.sum(dy_rE, 0)
+            if PARAMETERS:
+                dbias_E += tl.sum(dy_rE, 0)
             dx_rE -= (tl.sum(inner_rE, 1) / size)[:, None]
         dx_rE *= inverse_r[:, None]
         if RESIDUAL:
@@ -132,10 +135,11 @@ def _norm_backward_kernel(
             dx_rE += tl.load(dresidual_at_rE, mask=inside_rE, other=0.0).to(ACC_DTYPE)
         dx_rE = dx_rE.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + _offsets(row_r, dx_stride, column_E), dx_rE, mask=inside_rE)
-    partial_E = tl.program_id(0) * size + column_E
-    tl.store(dweight_ptr + partial_E, dweight_E, mask=column_E < size)
-    if CENTRED:
-        tl.store(dbias_ptr + partial_E, dbias_E, mask=column_E < size)
+    if PARAMETERS:
+        partial_E = tl.program_id(0) * size + column_E
+        tl.store(dweight_ptr + partial_E, dweight_E, mask=column_E < size)
+        if CENTRED:
+            tl.store(dbias_ptr + partial_E, dbias_E, mask=column_E < size)
 
 
 def norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float) -> Tensor:
@@ -188,8 +192,9 @@ def norm_backward(
     *,
     eps: float,
     dresidual_CE: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E, dbias_E or None)."""
+    with_parameters: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E or None, dbias_E or None)."""
     dy_RE, x_RE, centred = _rows(dy_CE), _rows(x_CE), bias_E is not None
     dresidual_RE = None if dresidual_CE is None else _rows(dresidual_CE)
     num_rows, size = x_RE.shape
@@ -198,7 +203,8 @@ def norm_backward(
     programs = min(most_programs, triton.cdiv(num_rows, cut["ROWS"]))
     dx_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
     acc_dtype = torch.promote_types(x_RE.dtype, torch.float32)
-    partial = torch.empty((1 + centred, programs, size), dtype=acc_dtype, device=x_RE.device)
+    num_sums = (1 + centred) if with_parameters else 0
+    partial = torch.empty((num_sums, programs, size), dtype=acc_dtype, device=x_RE.device)
     with on_device_of(x_RE):
         _norm_backward_kernel[(programs,)](
             dy_RE,
@@ -206,8 +212,7 @@ def norm_backward(
             weight_E,
             dresidual_RE,
             dx_RE,
-            partial[0],
-            partial[1] if centred else None,
+            *(*partial, None, None)[:2],
             num_rows,
             size,
             dy_RE.stride(0),
@@ -217,11 +222,12 @@ def norm_backward(
             EPS=eps,
             CENTRED=centred,
             RESIDUAL=dresidual_RE is not None,
+            PARAMETERS=with_parameters,
             ACC_DTYPE=accumulation_type(x_RE.dtype),
             **cut,
         )
-    sums = partial.sum(1)
-    return dx_RE.view(x_CE.shape), sums[0], sums[1] if centred else None
+    dweight_E, dbias_E = (*partial.sum(1), None, None)[:2]
+    return dx_RE.view(x_CE.shape), dweight_E, dbias_E
 
 
 def _rows(x_CE: Tensor) -> Tensor:
