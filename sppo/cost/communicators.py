@@ -36,18 +36,19 @@ class CommunicatorUse:
     wraps: bool = False
     """True if the last rank of a pipeline sends to the first."""
     ties_ends: bool = False
-    """True if the first and the last rank of a pipeline share a parameter."""
+    """True if the first and the last rank of a pipeline share a parameter that trains."""
     gathers_weights: bool = False
     """True if weights are gathered for use (ZeRO-3)."""
 
     @classmethod
     def of(cls, candidate: Candidate, *, ranges: Sequence[tuple[int, int]] = ()) -> CommunicatorUse:
         """Return the features of a candidate, whose MSP groups form ``ranges``."""
+        model, trainable = candidate.workload.model, candidate.workload.trainable
         return cls(
             ranges=ranges,
             cuts_units=candidate.schedule == "sppo_msp",
             wraps=candidate.virtual_stages > 1,
-            ties_ends=candidate.workload.model.tie_embeddings,
+            ties_ends=model.tie_embeddings and trainable.trains("embed.weight"),
             gathers_weights=candidate.zero >= 3,
         )
 
