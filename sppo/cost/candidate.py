@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.activations.placement import Counts
+from sppo.config.model import ModelConfig
 from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import LayerKind, count_kinds
 from sppo.cost.packed_sequence import (
@@ -21,7 +23,7 @@ from sppo.cost.packed_sequence import (
     parts_of_sequence,
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
-from sppo.cost.trainable import layers_without_backward
+from sppo.cost.trainable import Trainable, layers_without_backward
 from sppo.hardware.description import Tier
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.orders.names import LOOPED, order_of
@@ -181,7 +183,9 @@ class Candidate:
     @property
     def forward_only_stages(self) -> int:
         """Number of first stages that have no layer with a backward."""
-        return int((self.backward_layers == 0).sum())
+        return stages_without_backward(
+            self.workload.model, self.workload.trainable, stages=self.stages
+        )
 
     @property
     def last_backward_stages(self) -> NDArray[np.int64]:
@@ -245,6 +249,7 @@ class Candidate:
             num_ranks=self.pipeline_parallel_degree,
             num_virtual=self.virtual_stages,
             forwards_before_backward=self.forwards_before_backward,
+            forward_only_stages=self.forward_only_stages,
             lengths=self.sequence_lengths,
             costs=costs,
         )
@@ -264,6 +269,20 @@ def of_ranks(candidate: Candidate, of_stages: Table | Counts) -> Table:
     """
     sums: Table = candidate.by_rank(of_stages).sum(axis=0)
     return sums
+
+
+def stages_without_backward(
+    model: ModelConfig, trainable: Trainable, *, stages: Sequence[range]
+) -> int:
+    """Return the number of first stages that have no layer with a backward.
+
+    Args:
+        model: Model configuration.
+        trainable: Parameters that train.
+        stages: Layers of every stage.
+    """
+    layers = layers_without_backward(model, trainable)
+    return sum(stage.stop <= layers for stage in stages)
 
 
 @cache

@@ -98,6 +98,10 @@ WHOLE_STAGE_ACTIONS = tuple(name for name, code in OPCODES.items() if code >= Op
 """Kinds and wires of actions that apply to a whole stage and name no unit."""
 COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
 """Kinds that occupy a rank's compute."""
+UNITS_AHEAD = 3
+"""Number of units that a stage without a backward may be ahead of the next rank's stage in a
+training step. The next stage then runs one while two wait for it or are on their way, as many as
+memory is planned for. Stages with a backward are held back by their gradients instead."""
 RESIDENT_STAGES = 2
 """Number of stages of a rank whose weights, or gradients, are on the device at once: one in use
 and one being copied."""

@@ -2,9 +2,9 @@
 
 Rules, each with the failure that it prevents:
 
-* coverage: every F once per stage and unit, every B once (unless evaluation), W, D2H and H2D at
-  most once. A duplicate would add its gradients twice. No copy without its counterpart; K and V of
-  a sequence leave a stage for all units, or none.
+* coverage: every F once per stage and unit, every B once from the first stage with any B on, W, D2H
+  and H2D at most once. A duplicate would add its gradients twice. No copy without its counterpart,
+  nor on a stage without a backward; K and V of a sequence leave a stage for all units, or none.
 * placement: a stage's whole units run on its rank; the shards of a cut unit on as many ranks as
   there are shards, one of them the owner; B on the ranks of its F, because they hold its tensors.
 * forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
@@ -45,7 +45,7 @@ _MISPLACED: dict[int, str] = {
     **dict.fromkeys(_MESSAGES, "carries nothing that crosses ranks here"),
     **dict.fromkeys((Op.KV, Op.D2H_KV, Op.H2D_KV), "moves K and V that stay, or move already"),
     Op.F: "is on a rank that does not hold its stage",
-    Op.REDUCE: "runs on a rank that does not hold its stage",
+    Op.REDUCE: "runs on a rank that does not hold its stage, or reduces nothing",
 }
 """What is wrong with an action that is not needed where it is."""
 
@@ -247,13 +247,15 @@ def _needed(schedule: Schedule) -> Ints:
         return any_unit.repeat([*map(len, schedule.lengths)], axis=1).ravel()
 
     whole = np.setdiff1d(all_slots, [*schedule.msp_groups])
-    copied = of_sequences(there(Op.D2H_KV, Op.H2D_KV)) & np.isin(all_slots, whole)
+    backward = all_slots >= schedule.forward_only_stages * schedule.num_units
+    may_leave = backward & np.isin(all_slots, whole)
+    copied = of_sequences(there(Op.D2H_KV, Op.H2D_KV)) & may_leave
     required = {
         Op.F: np.ones(schedule.size, dtype=bool),
-        Op.B: np.full(schedule.size, schedule.is_training),
-        Op.W: there(Op.W),
-        Op.KV: of_sequences(there(Op.KV)) & np.isin(all_slots, whole) & ~copied,
-        **dict.fromkeys((Op.D2H, Op.H2D), there(Op.D2H, Op.H2D)),
+        Op.B: backward,
+        Op.W: there(Op.W) & backward,
+        Op.KV: of_sequences(there(Op.KV)) & may_leave & ~copied,
+        **dict.fromkeys((Op.D2H, Op.H2D), there(Op.D2H, Op.H2D) & backward),
         **dict.fromkeys((Op.D2H_KV, Op.H2D_KV), copied),
     }
     shards = [
@@ -272,9 +274,10 @@ def _needed(schedule: Schedule) -> Ints:
         parts.append(forwards[:, slots[forwards[2]]])
         parts[-1][1] = code
     if schedule.of(*_MESSAGES).size:
-        for send in (Op.SEND_ACT, Op.SEND_GRAD)[: 1 + schedule.is_training]:
-            parts += schedule.messages[send][:2]
+        for sends, receives, _, _ in schedule.messages.values():
+            parts += sends, receives
     reduced = np.unique(schedule.slots[schedule.of(Op.REDUCE)])
+    reduced = reduced[reduced >= schedule.forward_only_stages]
     return np.hstack([*parts, columns_of(reduced % num_ranks, Op.REDUCE, reduced)])
 
 

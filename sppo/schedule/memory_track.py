@@ -2,14 +2,15 @@
 
 Buckets:
 
-* "activations": from the start of F to the end of the unit's last B or W. If units are copied as a
+* "activations": from the start of F to the end of the unit's last B or W, or to the end of F on a
+  stage without a backward. If units are copied as a
   whole, the offloaded part is freed at the end of its D2H and allocated again at the start of its
   H2D. If copies flow layer by layer, through slots that are reserved for them and not part of these
   tracks, only the part that is not offloaded counts, to the end of B; in addition the operands of a
   deferred W, from the end of its B to its own end.
 * "kv": K/V of a whole sequence, from its first F on the stage to its last B, because every later
   subsequence reads them; if K/V are copied or recomputed, without the time from the last F to the
-  first H2D or KV.
+  first H2D or KV. On a stage without a backward, to its last F.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
 
 The activations of a borrower's shard of an MSP unit count on the borrower, not on the owner; K/V
@@ -85,7 +86,7 @@ def _changes(
         for code in (Op.B, Op.W, Op.D2H, Op.H2D)
     )
     offloaded, is_deferred = costs.offload_bytes[at] * shares, weights != schedule.never
-    backward_s = finishes_s[backward]
+    backward_s = finishes_s[np.where(backward != schedule.never, backward, forward)]
     weights_s = np.where(is_deferred, finishes_s[weights], backward_s)
     if costs.layer_copies:
         operands = np.where(is_deferred, costs.operand_bytes[at], 0.0)
@@ -103,7 +104,8 @@ def _changes(
     first_s, last_s = _first(schedule, starts_s, Op.F), _last(schedule, finishes_s, Op.B)
     gone_s, here_s = _last(schedule, finishes_s, Op.F), _first(schedule, starts_s, Op.H2D_KV, Op.KV)
     first_backward_s = _first(schedule, starts_s, Op.B)
-    keys = _of_sequences(schedule, first_s, last_s, costs.kv_bytes)
+    last_read_s = np.maximum(last_s, gone_s)
+    keys = _of_sequences(schedule, first_s, last_read_s, costs.kv_bytes)
     absent = _of_sequences(schedule, gone_s, here_s, -costs.kv_bytes)
     return {
         "activations": np.hstack(activations),

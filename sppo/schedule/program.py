@@ -16,7 +16,6 @@ do copies of a stage's gradients off the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -37,9 +36,10 @@ def generate(
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
     forwards_before_backward: ForwardsBeforeBackward = (),
+    forward_only_stages: int = 0,
     costs: Costs | None = None,
 ) -> Schedule:
-    """Return the schedule `name`: the compute of every rank, and one REDUCE per stage.
+    """Return the schedule `name`: the compute of every rank, and a REDUCE of each backward stage.
 
     Args:
         name: Name of the schedule, one of `schedule_names()`.
@@ -49,6 +49,8 @@ def generate(
         num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards; empty for the schedule's own numbers.
+        forward_only_stages: Number of first stages without a backward, because nothing trains in
+            them or below them. Their forwards keep the order of the whole schedule.
         costs: Costs with which sppo_msp chooses the units to cut; equal units and free messages if
             not given.
 
@@ -69,6 +71,13 @@ def generate(
     ranks = np.broadcast_to(np.arange(num_ranks)[:, None], codes.shape)
     slots = (virtual * num_ranks + ranks) * units + unit
     columns = columns_of(ranks.ravel(), codes.ravel(), slots.ravel())
+    if not 0 <= forward_only_stages < num_ranks * num_virtual:
+        raise ValueError(
+            f"forward_only_stages {forward_only_stages}: must be at least 0 and less than the "
+            f"{num_ranks * num_virtual} stages, because the last stage has a backward"
+        )
+    if forward_only_stages:
+        columns = columns[:, (columns[1] == Op.F) | (columns[2] >= forward_only_stages * units)]
     whole = with_reductions(Schedule(name, Placement(num_ranks, num_virtual), cut, columns))
     if name == "sppo_msp":
         return multiplex(whole, costs=costs)
@@ -115,8 +124,8 @@ def with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule` with the copies and recomputations that `costs` ask for.
 
     Args:
-        schedule: Schedule of compute actions and reductions only. If it has no backward, only its
-            weights are copied.
+        schedule: Schedule of compute actions and reductions only. Of stages without a backward,
+            only weights are copied.
         costs: Costs of the actions. Units with `offload_bytes` above 0 get copies, and so do K and
             V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
             `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed.
@@ -124,10 +133,6 @@ def with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
     Raises:
         ValueError: K and V, weights or gradients of units that ranks share would leave the device.
     """
-    if not schedule.is_training:
-        names = ("offload_bytes", "kv_offload_bytes", "kv_recompute_s", "streamed_gradient_bytes")
-        nothing = {name: np.zeros_like(getattr(costs, name)) for name in names}
-        costs = replace(costs, **nothing)
     weights, gradients = (
         bool(table.any()) for table in (costs.streamed_weight_bytes, costs.streamed_gradient_bytes)
     )

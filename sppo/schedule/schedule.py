@@ -214,10 +214,16 @@ class Schedule:
         """Number of actions of all ranks together."""
         return self.never
 
+    @cached_property
+    def forward_only_stages(self) -> int:
+        """Number of first stages without a backward; all stages of an evaluation."""
+        backward = self.slots[self.codes == Op.B]
+        return int(backward.min(initial=self.size)) // self.num_units
+
     @property
     def is_training(self) -> bool:
         """True if the programs hold a backward pass (False for evaluation)."""
-        return bool((self.codes == Op.B).any())
+        return self.forward_only_stages < self.num_stages
 
     @cached_property
     def unit_offsets(self) -> tuple[int, ...]:
@@ -361,6 +367,8 @@ class Schedule:
     def routes(self, wire: Wire, *, producer: int, unit: UnitKey) -> tuple[Route, ...]:
         """Return the routes of a stage's result for a unit; () if no stage takes it.
 
+        No stage without a backward takes a gradient.
+
         A unit that is whole on both stages has one route, even if it stays on its rank.
 
         Args:
@@ -369,7 +377,8 @@ class Schedule:
             unit: Unit of the result.
         """
         consumer = producer + (1 if wire == "act" else -1)
-        if not (0 <= producer < self.num_stages and 0 <= consumer < self.num_stages):
+        first = 0 if wire == "act" else self.forward_only_stages
+        if not (0 <= producer < self.num_stages and first <= consumer < self.num_stages):
             return ()
         return self._routes(self.slot(producer, unit), self.slot(consumer, unit))
 
@@ -392,13 +401,17 @@ class Schedule:
         For each wire: SENDs and RECVs as columns, [5, messages]; the shard of the unit that makes
         each tensor; and the fraction of the unit's tokens that each message carries.
         """
+        units, backward = self.num_units, self.forward_only_stages * self.num_units
+        ahead, back = np.arange(self.size - units), np.arange(backward + units, self.size)
         return {
-            Op.SEND_ACT: self._messages(Op.SEND_ACT, Op.RECV_ACT, step=self.num_units),
-            Op.SEND_GRAD: self._messages(Op.SEND_GRAD, Op.RECV_GRAD, step=-self.num_units),
+            Op.SEND_ACT: self._messages(Op.SEND_ACT, Op.RECV_ACT, ahead, step=units),
+            Op.SEND_GRAD: self._messages(Op.SEND_GRAD, Op.RECV_GRAD, back, step=-units),
         }
 
-    def _messages(self, send: int, receive: int, *, step: int) -> tuple[Ints, Ints, Ints, Floats]:
-        slots = np.arange(max(0, -step), self.size - max(0, step))
+    def _messages(
+        self, send: int, receive: int, slots: Ints, *, step: int
+    ) -> tuple[Ints, Ints, Ints, Floats]:
+        """Return the messages of the results of `slots` for the stages `step` slots further."""
         owners = np.arange(self.size) // self.num_units % self.num_ranks
         at_groups = {slot for group in self.msp_groups for slot in (group, group - step)}
         cut = sorted(at_groups & {*slots.tolist()}) if at_groups else []
@@ -427,18 +440,19 @@ class Schedule:
     def peak_in_flight(self) -> list[float]:
         """Largest number of units that each rank holds between their F and their last B or W.
 
-        A shard counts as its share of the unit. In evaluation, which keeps nothing, a unit is in
-        flight only while it runs.
+        A shard counts as its share of the unit. On a stage without a backward, which keeps nothing,
+        a unit is in flight only while it runs.
         """
-        changes = np.where(self.codes == Op.F, self.shares, 0.0)
+        shares = np.where(self.codes == Op.F, self.shares, 0.0)
+        changes = np.where(self.stages < self.forward_only_stages, 0.0, shares)
+        running = shares - changes
         done = self.of(Op.B, Op.W)
         # The last of B and W of a slot on a rank releases it: the first one of the reversed order.
         _, last = np.unique((self.ranks * self.size + self.slots)[done][::-1], return_index=True)
         release = done[::-1][last]
         changes[release] -= self.shares[release]
-        held = [
-            np.cumsum(own) if self.is_training else own for own in self.split_by_rank(changes[:-1])
-        ]
+        both = np.stack([changes, running])[:, :-1]
+        held = [np.cumsum(own) + beside for own, beside in self.split_by_rank(both)]
         # Shares of a unit add up to 1 only up to rounding.
         return [round(float(own.max(initial=0.0)), 9) for own in held]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from sppo.schedule.actions import Cut, Op
+from sppo.schedule.actions import UNITS_AHEAD, Cut, Op
 from sppo.schedule.costs import Costs
 from sppo.schedule.graph import Ints
 from sppo.schedule.msp_costs import msp_seconds
@@ -32,13 +32,25 @@ class CutSteps:
         plain: Schedule with every unit on the rank of its stage.
         costs: Costs of its actions.
         groups: MSP groups that a step may have, by slot.
+        forward_only_stages: Number of first stages without a backward.
     """
 
-    def __init__(self, plain: Schedule, *, costs: Costs, groups: Mapping[int, MspGroup]) -> None:
+    def __init__(
+        self,
+        plain: Schedule,
+        *,
+        costs: Costs,
+        groups: Mapping[int, MspGroup],
+        forward_only_stages: int = 0,
+    ) -> None:
         self.plain, self.costs, self.groups = plain, costs, groups
         self._units, self._size = costs.num_units, costs.num_stages * costs.num_units
         self._offsets = plain.unit_offsets
         self._rank_of = [plain.placement.rank_of(stage) for stage in range(costs.num_stages)]
+        last, self._forward_only = plain.num_ranks - 1, forward_only_stages
+        self._waits_for_next = [
+            stage < forward_only_stages and rank < last for stage, rank in enumerate(self._rank_of)
+        ]
         self._reduce_s: list[float] = costs.reduce_s.tolist()
         self._whole_s: dict[int, list[float]] = {
             Op.F: costs.forward_s.ravel().tolist(),
@@ -50,7 +62,8 @@ class CutSteps:
 
     def saved_s(self, slot: int) -> float:
         """Return the seconds that an MSP group saves over its whole unit, its messages included."""
-        return sum(self._whole_s[code][slot] - self._cut_s[code, slot] for code in (Op.F, Op.B))
+        passes = (Op.F, Op.B) if self._has_backward(slot) else (Op.F,)
+        return sum(self._whole_s[code][slot] - self._cut_s[code, slot] for code in passes)
 
     def program(self, chosen: Mapping[int, MspGroup]) -> Schedule:
         """Return the schedule with exactly the MSP groups `chosen`."""
@@ -62,12 +75,20 @@ class CutSteps:
                 for holders in [self._holders(slot, chosen)]
                 for shard, (rank, _) in enumerate(holders)
             ]
-            backwards = [(rank, Op.B, *unit) for rank, _, *unit in reversed(forwards)]
+            backwards = [
+                (rank, Op.B, *unit)
+                for rank, _, *unit in reversed(forwards)
+                if self._has_backward(unit[0])
+            ]
             actions += [*forwards, *backwards]
         columns = np.array(actions, dtype=np.int64).T
         columns = columns[:, np.argsort(columns[0], kind="stable")]
         # Borrowers send their gradients to the owner of a stage, so only the owner reduces.
         return with_reductions(self._of_columns(columns, groups=chosen))
+
+    def _has_backward(self, slot: int) -> bool:
+        """Return whether the stage of a slot has a backward."""
+        return slot >= self._forward_only * self._units
 
     def _of_columns(self, columns: Ints, *, groups: Mapping[int, MspGroup]) -> Schedule:
         """Return a schedule with MSP groups, whose shards differ if compute grows with context."""
@@ -84,19 +105,26 @@ class CutSteps:
         num_ranks, num_sequences = self.plain.num_ranks, self.plain.num_sequences
         free, sent = [0.0] * num_ranks, [0.0] * num_ranks**2
         passes = itertools.product(range(num_sequences), (Op.F, Op.B))
+        made_by = {Op.F: [0.0] * size, Op.B: [0.0] * size}
         order: list[int] = []
         for sequence, code in passes:
             # Backwards take the reverse order, and the way back from stage to stage.
-            order = self._order(sequence, chosen) if code == Op.F else order[::-1]
+            if code == Op.F:
+                order = self._order(sequence, chosen)
+            else:
+                order = [*filter(self._has_backward, reversed(order))]
             to_next, to_before = (units, -1) if code == Op.F else (-units, 1)
             begins, ends = order[0] % units, order[-1] % units
             reduces = code == Op.B and sequence == num_sequences - 1
-            whole_s, made, arrived = self._whole_s[code], [0.0] * size, [0.0] * size
+            first_taker = 0 if code == Op.F else self._forward_only * units
+            whole_s, made, arrived = self._whole_s[code], made_by[code], [0.0] * size
             for slot in order:
                 stage, unit = divmod(slot, units)
                 start = arrived[slot]
                 if unit != begins and made[slot + to_before] > start:
                     start = made[slot + to_before]
+                if self._waits_for_next[stage] and unit >= UNITS_AHEAD:
+                    start = max(start, made_by[Op.F][slot + units - UNITS_AHEAD])
                 if slot in chosen:
                     ranks = chosen[slot].ranks
                     start = max(start, *[free[rank] for rank in ranks])
@@ -109,18 +137,14 @@ class CutSteps:
                     end = free[rank] = start + whole_s[slot]
                 made[slot] = end
                 target = slot + to_next
-                if 0 <= target < size:
-                    arrival = end
-                    for edge, wire_s, latency_s in self._sent(slot, target, chosen):
-                        gone = (sent[edge] if sent[edge] > end else end) + wire_s
-                        sent[edge] = gone
-                        if gone + latency_s > arrival:
-                            arrival = gone + latency_s
-                    arrived[target] = arrival
-                if reduces and unit == ends and stage >= num_ranks:
+                if first_taker <= target < size:
+                    arrived[target] = _arrival_s(end, self._sent(slot, target, chosen), sent)
+                if reduces and unit == ends and stage >= self._forward_only + num_ranks:
                     free[rank_of[stage]] += self._reduce_s[stage]
-        # A rank's first stage ends last; its reduction is at the end of the rank's program.
-        return max(end + seconds for end, seconds in zip(free, self._reduce_s, strict=False))
+        # A rank's first stage with a backward ends last; its reduction ends the rank's program.
+        for stage, rank in [*enumerate(rank_of)][self._forward_only :][:num_ranks]:
+            free[rank] += self._reduce_s[stage]
+        return max(free)
 
     def _sent(self, slot: int, target: int, chosen: Mapping[int, MspGroup]) -> _Messages:
         """Return the messages of a unit to an adjacent stage."""
@@ -176,7 +200,7 @@ class CutSteps:
                 free[rank] = ended
             next_unit[stage] += 1
             is_offered[stage] = False
-            for follower in (stage, stage + 1, stage + num_ranks):
+            for follower in (max(0, stage - 1), stage, stage + 1, stage + num_ranks):
                 if follower >= num_stages or is_offered[follower]:
                     continue
                 unit, before = next_unit[follower], follower - num_ranks
@@ -184,11 +208,31 @@ class CutSteps:
                     continue
                 if before >= 0 and next_unit[before] < end:  # the rank's stage before this
                     continue
+                waits = self._waits_for_next[follower]
+                if waits and next_unit[follower + 1] <= unit - UNITS_AHEAD:
+                    continue
                 offered = follower * units + unit
                 earliest = done[offered - units] if follower else 0.0
                 if unit > first and done[offered - 1] > earliest:
                     earliest = done[offered - 1]
+                if waits and unit - UNITS_AHEAD >= first:
+                    earliest = max(earliest, done[offered + units - UNITS_AHEAD])
                 width = len(chosen[offered].ranks) if offered in chosen else 1
                 heapq.heappush(ready, (earliest, -width, offered))
                 is_offered[follower] = True
         return order
+
+
+def _arrival_s(end_s: float, messages: _Messages, sent: list[float]) -> float:
+    """Return when a unit that ends at `end_s` is at the next stage.
+
+    Args:
+        end_s: End of the unit.
+        messages: Messages that carry it.
+        sent: Moment from which on each link is free, which the messages change.
+    """
+    arrival = end_s
+    for edge, wire_s, latency_s in messages:
+        sent[edge] = max(sent[edge], end_s) + wire_s
+        arrival = max(arrival, sent[edge] + latency_s)
+    return arrival

@@ -75,13 +75,14 @@ def multiplex(plain: Schedule, *, costs: Costs | None = None) -> Schedule:
         costs: Costs that decide which units are cut; equal units and free messages if not given.
     """
     costs = costs or abstract_costs(plain.num_stages, num_units=plain.num_units)
-    chosen = _chosen(plain, costs=costs)
-    steps = CutSteps(plain, costs=costs, groups=chosen)
+    forward_only = plain.forward_only_stages
+    chosen = _chosen(plain, costs=costs, forward_only_stages=forward_only)
+    steps = CutSteps(plain, costs=costs, groups=chosen, forward_only_stages=forward_only)
     whole = simulate(plain, costs=costs).makespan_s
     return steps.program(chosen) if steps.step_s(chosen) < whole - _TOLERANCE else plain
 
 
-def _chosen(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
+def _chosen(plain: Schedule, *, costs: Costs, forward_only_stages: int) -> dict[int, MspGroup]:
     """Return the MSP groups of the shortest step that runs one sequence after another.
 
     If all sequences are cut alike and cost the same, the choice for one sequence is used for all.
@@ -91,7 +92,9 @@ def _chosen(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
     count, total, placement = len(plain.lengths[0]), costs.num_units, plain.placement
     if len(plain.lengths) > 1 and len({*plain.lengths}) == 1 and costs.repeats(count):
         one = Schedule(plain.name, placement, plain.lengths[:1], plain.columns)
-        found = _chosen(one, costs=costs.of_first_units(count))
+        found = _chosen(
+            one, costs=costs.of_first_units(count), forward_only_stages=forward_only_stages
+        )
         firsts = range(0, total, count)
         return {
             slot // count * total + first + slot % count: group
@@ -103,10 +106,11 @@ def _chosen(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
         ends = (*stages[: placement.num_ranks], *stages[-placement.num_ranks :])
         both_ends = replace(placement, num_virtual=_ENDS)
         two = Schedule(plain.name, both_ends, plain.lengths, plain.columns)
-        found = _chosen(two, costs=costs.of_stages(ends))
+        forward_only = sum(stage < forward_only_stages for stage in ends)
+        found = _chosen(two, costs=costs.of_stages(ends), forward_only_stages=forward_only)
         return {ends[slot // total] * total + slot % total: own for slot, own in found.items()}
     groups = _possible_groups(plain, costs=costs)
-    steps = CutSteps(plain, costs=costs, groups=groups)
+    steps = CutSteps(plain, costs=costs, groups=groups, forward_only_stages=forward_only_stages)
     return _shortest(steps)
 
 

@@ -4,7 +4,9 @@ Every resource serves in program order: a rank's compute, its two copy engines (
 and gradients, if these are in another tier), and each directed link. Besides its resource an action
 waits for:
 
-* F: the F of the subsequence before (K/V), and the activation from the stage before;
+* F: the F of the subsequence before (K/V), and the activation from the stage before; on a stage
+  without a backward in a training step, the F of `UNITS_AHEAD` units before on the next rank's
+  stage, so that few inputs wait there;
 * B: the F of the same unit, the B of the next subsequence (dK/dV), the gradient from the next
   stage, and the unit's H2D if the program has one; W: the B of its unit; KV: the F of its unit;
 * D2H: the F of its unit; H2D: the D2H of its unit, and the preceding compute in the program, which
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sppo.schedule.actions import RESIDENT_STAGES, Op
+from sppo.schedule.actions import RESIDENT_STAGES, UNITS_AHEAD, Op
 from sppo.schedule.costs import Costs
 from sppo.schedule.graph import Edges, Floats, Ints, in_turn
 from sppo.schedule.msp_costs import msp_seconds
@@ -82,6 +84,7 @@ class Dependencies:
         self.compute = self._compute_in_turn()
         self._compute_reads()
         self._compute_receives()
+        self._wait_for_room()
         fetched = self._stage_copies()
         self._copies_out()
         self._copies_back(fetched)
@@ -216,6 +219,16 @@ class Dependencies:
             links.append(self._transfer(send, code, step))
         sent, pairs, turns = map(np.concatenate, zip(*links, strict=True))
         self._wait(*in_turn(sent, resources=pairs, turns=turns))
+
+    def _wait_for_room(self) -> None:
+        """Let forwards of stages without a backward wait for the next rank's stage."""
+        schedule = self.schedule
+        forward = schedule.of(Op.F) if schedule.is_training else schedule.of()
+        stages, units = schedule.stages[forward], schedule.units[forward]
+        waits = (stages < schedule.forward_only_stages) & (units >= UNITS_AHEAD)
+        forward = forward[waits & ((stages + 1) % schedule.num_ranks > 0)]
+        ahead = schedule.slots[forward] + schedule.num_units - UNITS_AHEAD
+        self._wait(schedule.at(Op.F, ahead), self.inputs[forward])
 
     def _transfer(self, send: int, code: int, step: int) -> tuple[Ints, Ints, Ints]:
         """Let messages wait for results, and readers for messages.

@@ -84,14 +84,17 @@ def place_copies(
 ) -> Schedule:
     """Return `schedule` with the copies of saved tensors, and the copies or recomputation of K/V.
 
+    Stages without a backward save nothing, so nothing of them is copied or recomputed.
+
     Args:
-        schedule: A training schedule without copies.
+        schedule: A schedule without copies.
         offloaded: Whether a unit leaves the device, [num_stages, num_units]; no unit if not given.
         kv_offloaded: Stages whose K and V leave the device; their units are whole.
         kv_recomputed: Stages that drop K and V and recompute them; their units are whole.
     """
     forward, backward = schedule.of(Op.F), schedule.of(Op.B)
     slots, stages = schedule.slots, schedule.stages
+    forward = forward[stages[forward] >= schedule.forward_only_stages]
     leaves = np.zeros(schedule.size, dtype=bool) if offloaded is None else offloaded.ravel()
     out, kv_out = (
         forward[leaves[slots[forward]]],
@@ -139,8 +142,9 @@ def place_state(schedule: Schedule, *, weights: bool, gradients: bool) -> Schedu
     Args:
         schedule: Schedule with all actions except messages, of whole units.
         weights: Whether weights live in another tier.
-        gradients: Whether gradients live in another tier.
+        gradients: Whether gradients live in another tier; an evaluation has none.
     """
+    gradients = gradients and schedule.is_training
     adds = np.isin(schedule.codes, (Op.B, Op.W))
     # Forwards of the last stage form the gradients of the head.
     adds |= (schedule.codes == Op.F) & (schedule.stages == schedule.num_stages - 1)
