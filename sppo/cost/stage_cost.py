@@ -63,7 +63,7 @@ from sppo.cost.sharding.collectives import (
 from sppo.cost.sharding.weight_parts import (
     device_parameters,
     parameters_by_copies,
-    updated_parameters,
+    sharded_parameters,
 )
 from sppo.cost.trainable import LORA_A, LORA_B, layers_without_backward
 from sppo.hardware.description import Tier
@@ -192,8 +192,8 @@ def _update_seconds(candidate: Candidate) -> Table:
     gradients from the device, weights to the device, and reads and writes of a disk.
     """
     workload, state = candidate.workload, candidate.state
-    updated = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
-    parameters = of_ranks(candidate, updated)
+    held_by = sharded_parameters if candidate.zero else device_parameters
+    parameters = of_ranks(candidate, held_by(candidate, trained=True))
     seconds = update_seconds(workload, parameters=parameters)
     if state.offloads_optimizer:
         engines = _engines(candidate, state.tier)
@@ -217,9 +217,16 @@ def streamed_bytes(candidate: Candidate) -> tuple[Table, Table]:
     Weights with ZeRO-3, and gradients with ZeRO-2 and 3, count the rows of one device.
     """
     state = candidate.state
-    whole, own = device_parameters(candidate), updated_parameters(candidate)
-    weights = (own if candidate.zero >= 3 else whole) * candidate.workload.element_bytes
-    gradients = (own if candidate.zero >= 2 else whole) * ACCUMULATION_BYTES
+    weights, gradients = (
+        (sharded_parameters if candidate.zero >= sharding else device_parameters)(
+            candidate, trained=trained
+        )
+        * element_bytes
+        for sharding, trained, element_bytes in (
+            (3, False, candidate.workload.element_bytes),
+            (2, True, ACCUMULATION_BYTES),
+        )
+    )
     return weights * state.streams_weights, gradients * state.streams_gradients
 
 
@@ -569,7 +576,7 @@ def _reduce_seconds(candidate: Candidate) -> Table:
     seconds: Table = np.zeros(len(candidate.stages))
     if candidate.zero >= 2:
         seconds = last_reduction_seconds(candidate)
-    for copies, held in parameters_by_copies(candidate).items():
+    for copies, held in parameters_by_copies(candidate, trained=True).items():
         sent = passes * np.maximum(0.0, held * ACCUMULATION_BYTES - beside)
         seconds = seconds + shard_seconds(candidate, sent, copies=copies)
         updated = of_ranks(candidate, held * gathered)

@@ -11,11 +11,17 @@ import pytest
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import head_flops, model_flops, partition_costs, step_flops
 from sppo.cost.layer import Workload
-from sppo.cost.parameters import layer_shapes
-from sppo.cost.stage_cost import costs_without_activations, stage_seconds, weight_operand_bytes
+from sppo.cost.parameters import layer_shapes, num_parameters
+from sppo.cost.stage_cost import (
+    costs_without_activations,
+    stage_seconds,
+    streamed_bytes,
+    weight_operand_bytes,
+)
+from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
 from sppo.hardware.presets import PRESETS
-from tests.planning.cases import PERFECT, run_config
+from tests.planning.cases import PERFECT, machine, run_config
 
 MODEL = run_config("llama-3.2-1b").model
 LENGTHS = (4096, 3000, 1096)
@@ -148,3 +154,45 @@ def test_a_frozen_head_has_no_weight_gradient():
     assert MODEL.tie_embeddings
     assert head_flops(MODEL, tied) == head_flops(MODEL)
     assert 2 * sum(head_flops(MODEL, LORA)) * 3 == 2 * sum(head_flops(MODEL)) * 2
+
+
+def test_replicas_reduce_gather_and_update_what_trains():
+    node = machine(PERFECT, num_devices=16)
+    change = {"hardware": node, "data_parallel_degree": 4, "pipeline_parallel_degree": 4}
+    trainable = ADAPTERS["upper layers"]
+    asked = way(trainable, **change)
+    seconds = stage_seconds(asked)
+    in_a_layer = sum(64 * sum(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    trained = in_a_layer * np.array([0, 0, 1, 2])  # layers 8, 12, 13 of four a stage
+    rate = PERFECT.network.intra_node_bytes_per_s
+    assert seconds.reduce_s == pytest.approx(trained * (4 + 2) * 3 / 4 / rate)
+    slow = replace(PERFECT, device=replace(PERFECT.device, memory_bytes_per_s=1e9))
+    for zero, shared in ((0, 1), (1, 4)):
+        own = stage_seconds(way(trainable, **{**change, "hardware": slow}, zero=zero)).update_s
+        assert own == pytest.approx(trained / shared * (11 * 4 + 2 + 4) / 1e9, rel=0.1)
+
+
+def test_whole_weights_are_gathered_and_gradients_of_what_trains_are_reduced():
+    """ZeRO-3 on links so slow that collectives hide all compute."""
+    slow = machine(PERFECT, intra_node_bytes_per_s=1e6)
+    costs = [
+        stage_seconds(way(each, hardware=slow, data_parallel_degree=2, zero=3))
+        for each in (EVERYTHING, Trainable(None, ("layers.1?.q.weight",)))
+    ]
+    layer = sum(map(prod, layer_shapes(MODEL).values()))
+    outer = MODEL.vocab_size * MODEL.hidden_size
+    sent = 1 / 2 / 1e6
+    # Six layers have a backward, and each gathers its weights (2 bytes), and reduces q (4 bytes).
+    backward = 6 * (2 * layer + 4 * MODEL.hidden_size**2) * sent
+    assert costs[1].backward == pytest.approx(backward, rel=1e-3)
+    gathers = 2 * (16 * layer + 2 * outer) * sent
+    assert costs[1].forward == pytest.approx(gathers, rel=1e-3)
+    assert costs[0].backward[0, 0] > 16 * 6 * layer * sent
+
+
+def test_weights_stream_whole_and_gradients_if_they_train():
+    state = StateTiers(weights="host", gradients="host", optimizer="host")
+    weights, gradients = streamed_bytes(way(ADAPTERS["upper layers"], state=state))
+    factors = sum(64 * sum(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    assert weights == 2 * (num_parameters(MODEL) + 3 * factors)
+    assert gradients == 4 * 3 * factors

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.sharding.heads import tensor_shard
-from sppo.cost.sharding.weight_parts import device_parameters, updated_parameters
+from sppo.cost.sharding.weight_parts import device_parameters, sharded_parameters
 from sppo.cost.trainable import Adapter, Trainable
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
@@ -101,7 +101,7 @@ def test_the_planner_counts_what_the_first_rank_holds(variant, degree, kv_heads)
     shares = WeightSharding(model, 0, degree)
     repeats = tensor_shard(model, degree=degree).repeats
     copies = {"stage": degree, "keys": repeats, "block": 1}
-    held, updated = device_parameters(candidate), updated_parameters(candidate)
+    held, updated = device_parameters(candidate), sharded_parameters(candidate)
     for stage, layers in enumerate(candidate.stages):
         shapes = shares.shapes(layers)
         assert held[stage] == sum(map(prod, shapes.values()))

@@ -24,7 +24,7 @@ from sppo.cost.sharding.weight_parts import (
     outer_by_copies,
     rank_parts,
     same_weights_degree,
-    updated_parameters,
+    sharded_parameters,
 )
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
@@ -42,7 +42,7 @@ def state_memory(candidate: Candidate) -> tuple[StageMemory, ...]:
     element, device = candidate.workload.element_bytes, candidate.workload.hardware.device
     parameters, updated = (
         of_ranks(candidate, of_stages(candidate))
-        for of_stages in (device_parameters, updated_parameters)
+        for of_stages in (device_parameters, sharded_parameters)
     )
     at_peak = bytes_at_peak(candidate, sent=walk_of(candidate).running(sent_bytes(candidate)))
     weights, gradients = _held_elements(candidate)
@@ -101,7 +101,7 @@ def _saved_parameters(candidate: Candidate) -> Table:
 
     A tied embedding that two ranks update is written by the first.
     """
-    saved = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
+    saved = sharded_parameters(candidate) if candidate.zero else device_parameters(candidate)
     if candidate.pipeline_parallel_degree > 1:
         saved[-1] -= _tied_elements(candidate)[candidate.zero > 0]
     return saved
@@ -134,7 +134,7 @@ def _held_elements(candidate: Candidate) -> tuple[Table, Table]:
     sequences, when gradients of the first stage leave while those of the last come back.
     """
     tiers = candidate.state
-    whole, own = device_parameters(candidate), updated_parameters(candidate)
+    whole, own = device_parameters(candidate), sharded_parameters(candidate)
     weights = own if candidate.zero >= 3 else whole
     gradients = own if candidate.zero >= 2 else whole
     tied, looped = _tied_elements(candidate), candidate.order == LOOPED

@@ -102,7 +102,7 @@ def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], 
     """
     found = []
     for stage in range(len(candidate.stages)):
-        parts = sharded_parts(candidate, stage=stage)
+        parts = sharded_parts(candidate, stage=stage, trained=True)
         layers_s = parts.num_layers * _reduction_s(candidate, parts.layer)
         backward_s = layers_s + _reduction_s(candidate, parts.before_layers)
         found.append((_reduction_s(candidate, parts.after_layers), backward_s))
@@ -110,12 +110,14 @@ def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], 
 
 
 def layer_gather_seconds(candidate: Candidate) -> Table:
-    """Return the seconds of gathering the weights of all layers of each stage, [stages].
+    """Return the seconds of gathering the weights of the layers with a backward, [stages].
 
     0 if weights are whole on each device.
     """
     parts = [sharded_parts(candidate, stage=stage) for stage in range(len(candidate.stages))]
-    return np.array([own.num_layers * _gather_s(candidate, own.layer) for own in parts])
+    gathers_s = np.array([_gather_s(candidate, own.layer) for own in parts])
+    seconds: Table = candidate.backward_layers * gathers_s
+    return seconds
 
 
 def last_reduction_seconds(candidate: Candidate) -> Table:
@@ -126,8 +128,8 @@ def last_reduction_seconds(candidate: Candidate) -> Table:
     """
     seconds = np.zeros(len(candidate.stages))
     leaves = candidate.state.streams_gradients
-    for stage in range(len(seconds) if leaves else candidate.pipeline_parallel_degree):
-        parts = sharded_parts(candidate, stage=stage)
+    for stage in range(len(seconds)) if leaves else candidate.last_backward_stages.tolist():
+        parts = sharded_parts(candidate, stage=stage, trained=True)
         last = parts.layer
         if stage == 0:
             # Without room beside a layer, the reduction is already exposed in every B.
@@ -140,21 +142,24 @@ def _stage_with_collectives(
     candidate: Candidate, forward: Table, backward: Table, weight: Table, *, stage: int
 ) -> tuple[Table, Table, Table]:
     """Return the seconds of F, B and W of one stage's units including collectives, [units] each."""
-    parts = sharded_parts(candidate, stage=stage)
-    gather_s = _gather_s(candidate, parts.layer)
-    reduction_s = _reduction_s(candidate, parts.layer)
-    layers = parts.num_layers
+    weights, gradients = (
+        sharded_parts(candidate, stage=stage, trained=trained) for trained in (False, True)
+    )
+    gather_s = _gather_s(candidate, weights.layer)
+    reduction_s = _reduction_s(candidate, gradients.layer)
     # A B gathers the weights of a layer twice if they are used to recompute an input, too.
+    layers = int(candidate.backward_layers[stage])
     visits = 2 * layers - -(-layers // candidate.input_every)
-    forward = _forward(candidate, parts, forward, gather_s=gather_s)
-    backward = backward + _local_s(candidate, parts.before_layers)
-    weight = weight + layers * _local_s(candidate, parts.layer)
-    embedding_s = _reduction_s(candidate, parts.before_layers)
+    forward = _forward(candidate, weights, gradients, forward, gather_s=gather_s)
+    layers = gradients.num_layers
+    backward = backward + _local_s(candidate, gradients.before_layers)
+    weight = weight + layers * _local_s(candidate, gradients.layer)
+    embedding_s = _reduction_s(candidate, gradients.before_layers)
     deferring = candidate.schedule in DEFERRING_WEIGHTS
     hidden_s, exposed_s = visits * gather_s, 0.0
     if not deferring:
         hidden_s += layers * reduction_s
-    if parts.fits_beside_layer(parts.before_layers):
+    if gradients.fits_beside_layer(gradients.before_layers):
         hidden_s += embedding_s
     else:
         # The reduction of the layer before the embedding is no longer hidden.
@@ -169,30 +174,35 @@ def _stage_with_collectives(
 
 
 def _forward(
-    candidate: Candidate, parts: ShardedParts, compute_s: Table, *, gather_s: float
+    candidate: Candidate,
+    weights: ShardedParts,
+    gradients: ShardedParts,
+    compute_s: Table,
+    *,
+    gather_s: float,
 ) -> Table:
     """Return the seconds of F including collectives, [units]."""
-    head_s = _reduction_s(candidate, parts.after_layers)
+    head_s = _reduction_s(candidate, gradients.after_layers)
     waits = 0
     hidden_s, exposed_s = np.full_like(compute_s, head_s), np.zeros_like(compute_s)
-    if not parts.fits_beside_layer(parts.after_layers):
+    if not gradients.fits_beside_layer(gradients.after_layers):
         # Each F hides the head's reduction of the previous unit; after the last F of a sequence, a
         # B follows, which does not.
         ends = np.cumsum([len(lengths) for lengths in candidate.sequence_lengths])
         hidden_s[[0, *ends[:-1].tolist()]] -= head_s
         exposed_s[ends - 1] += head_s
-    for outer in (parts.before_layers, parts.after_layers):
+    for outer in (weights.before_layers, weights.after_layers):
         outer_s = _gather_s(candidate, outer)
-        if parts.fits_beside_layer(outer):
+        if weights.fits_beside_layer(outer):
             hidden_s += outer_s
         else:
             exposed_s += outer_s
             waits += 1
     # Gathers of layers after parts without room are no longer hidden.
-    waits = min(waits, parts.num_layers)
-    hidden_s += (parts.num_layers - waits) * gather_s
+    waits = min(waits, weights.num_layers)
+    hidden_s += (weights.num_layers - waits) * gather_s
     exposed_s += waits * gather_s
-    compute_s = compute_s + _local_s(candidate, parts.after_layers)
+    compute_s = compute_s + _local_s(candidate, gradients.after_layers)
     seconds: Table = np.maximum(compute_s, hidden_s) + exposed_s
     return seconds
 

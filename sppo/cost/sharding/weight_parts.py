@@ -1,5 +1,7 @@
 """Parameters of a device by weight part, and the number of devices that hold the same ones.
 
+Functions count all parameters, or those that train if `trained` is set.
+
 A weight part is one layer, the parameters before the layers, or the parameters after them. Only
 Megatron shards a layer inside a sequence-parallel group. With ZeRO-3, the weights of a part are
 gathered before use (:mod:`sppo.engine.providers.gathered_weights`); with ZeRO-2 and 3, its
@@ -8,6 +10,7 @@ gradients are reduced after use (:mod:`sppo.engine.providers.sharded_gradients`)
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +20,9 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.parameters import layer_parameters, layer_shapes, outer_parameters
+from sppo.cost.layer_kinds import LayerKind, Shapes, count_kinds, elements
+from sppo.cost.parameters import outer_parts
+from sppo.cost.trainable import LORA_A, LORA_B, trains_head
 from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import Table
 
@@ -37,8 +42,8 @@ class ShardedParts:
     """Elements that devices shard, by part; elements that only one device holds are left out.
 
     Attributes:
-        num_layers: Number of layers of the stage, or of the rank.
-        layer: Elements of one layer.
+        num_layers: Number of layers of the stage, or of the rank, that have elements.
+        layer: Elements of the largest layer.
         before_layers: Elements of the embedding and learned positions; empty except on the first
             stage.
         after_layers: Elements of the last norm and the vocabulary projection; empty except on the
@@ -65,48 +70,58 @@ class ShardedParts:
         return _total(part) + _total(self.layer) <= self.room_elements
 
 
-def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
+def sharded_parts(candidate: Candidate, *, stage: int, trained: bool = False) -> ShardedParts:
     """Return the sharded parts of a stage; all parts are empty with ZeRO-0 and 1."""
-    return _sharded_parts(candidate, first=stage, last=stage)
+    return _sharded_parts(candidate, first=stage, last=stage, trained=trained)
 
 
-def rank_parts(candidate: Candidate, *, rank: int) -> ShardedParts:
+def rank_parts(candidate: Candidate, *, rank: int, trained: bool = False) -> ShardedParts:
     """Return the sharded parts of a pipeline rank, whose stages share the room of whole parts."""
     stages = candidate.stages_of_rank(rank)
-    return _sharded_parts(candidate, first=stages[0], last=stages[-1])
+    return _sharded_parts(candidate, first=stages[0], last=stages[-1], trained=trained)
 
 
-def _sharded_parts(candidate: Candidate, *, first: int, last: int) -> ShardedParts:
+def _sharded_parts(candidate: Candidate, *, first: int, last: int, trained: bool) -> ShardedParts:
     """Return the sharded parts of the stages of a rank from `first` to `last`."""
     workload, replicas = candidate.workload, candidate.data_parallel_degree
     step = candidate.pipeline_parallel_degree
-    num_layers = sum(map(len, candidate.stages[first : last + 1 : step]))
+    kinds = sum(candidate.kinds_of_layers[first : last + 1 : step], Counter[LayerKind]())
+    layers = [
+        (count, held)
+        for kind, count in kinds.items()
+        if (held := layer_by_copies(workload, kind.trained_shapes if trained else kind.shapes))
+    ]
+    num_layers = sum(count for count, _ in layers)
     if candidate.zero < 2:
         return ShardedParts(num_layers, {}, {}, {})
-    before, after = (outer_by_copies(workload, own) for own in outer_parameters(workload.model))
+    before, after = (
+        outer_by_copies(workload, own) for own in _outer_elements(workload, trained=trained)
+    )
 
     def sharded(part: ElementsByCopies, *, is_here: bool = True) -> ElementsByCopies:
         return {n: held for n, held in part.items() if is_here and n * replicas > 1}
 
     return ShardedParts(
         num_layers,
-        sharded(layer_by_copies(workload)),
+        sharded(max((held for _, held in layers), key=_total, default={})),
         sharded(before, is_here=first == 0),
         sharded(after, is_here=candidate.is_last_stage(last)),
     )
 
 
 @lru_cache(maxsize=256)
-def layer_by_copies(workload: Workload) -> ElementsByCopies:
-    """Return the elements of one layer on the device that holds the most; cached."""
+def layer_by_copies(workload: Workload, shapes: Shapes) -> ElementsByCopies:
+    """Return the elements of parameters of a layer on the device that holds the most; cached."""
     model, degree = workload.model, workload.sequence_parallel_degree
     if workload.sequence_parallel == "ulysses":
-        return {degree: float(layer_parameters(model))}
+        return {degree: float(elements(shapes))} if shapes else {}
     found: dict[int, float] = {}
-    for name, shape in layer_shapes(model).items():
-        part = name.split(".")[0]
+    for name, shape in shapes:
+        part, own = name.split(".")
         copies = 1 if part in (*ROWS, *COLUMNS) else degree
-        if part in KEYS:
+        if own == (LORA_B if part in COLUMNS else LORA_A):  # not sharded: r elements wide
+            copies = degree
+        elif part in KEYS:
             copies = max(1, degree // model.kv_heads)
         is_whole = part in COLUMNS and name.endswith(".bias")
         held = float(prod(shape)) if is_whole else prod(shape) * copies / degree
@@ -127,44 +142,68 @@ def same_weights_degree(workload: Workload) -> int:
     return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
 
 
-def device_parameters(candidate: Candidate) -> Table:
+def _outer_elements(workload: Workload, *, trained: bool) -> tuple[int, int]:
+    """Return the elements before and after the layers; a tied embedding counts in both."""
+    before, after = (
+        sum(
+            prod(shape)
+            for name, shape in shapes.items()
+            if not trained or workload.trainable.trains(name)
+        )
+        for shapes in outer_parts(workload.model)
+    )
+    return before, after
+
+
+def device_parameters(candidate: Candidate, *, trained: bool = False) -> Table:
     """Return the parameters a device computes with, [stages]; only Megatron shards them."""
-    counts: Table = sum(parameters_by_copies(candidate).values(), np.zeros(candidate.num_stages))
+    held = parameters_by_copies(candidate, trained=trained).values()
+    counts: Table = sum(held, np.zeros(candidate.num_stages))
     return counts
 
 
-def updated_parameters(candidate: Candidate) -> Table:
-    """Return the parameters that a device updates, sharded over equal weights, [stages]."""
+def sharded_parameters(candidate: Candidate, *, trained: bool = False) -> Table:
+    """Return the parameters of a device if those of equal weights are sharded (ZeRO), [stages]."""
     counts: Table = np.zeros(candidate.num_stages)
-    for copies, held in parameters_by_copies(candidate).items():
+    for copies, held in parameters_by_copies(candidate, trained=trained).items():
         counts = counts + held / (copies * candidate.data_parallel_degree)
     return counts
 
 
-def parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
+def parameters_by_copies(candidate: Candidate, *, trained: bool = False) -> Mapping[int, Table]:
     """Return the parameters a device computes with, by the number of devices that hold the same.
 
     The number counts devices of the sequence-parallel group; each value is [stages]. The last stage
     has a copy of a tied embedding if it is on another rank than the first.
     """
     is_pipeline = candidate.pipeline_parallel_degree > 1
-    return _parameters_of_stages(candidate.workload, candidate.stages, is_pipeline=is_pipeline)
+    return _parameters_of_stages(
+        candidate.workload, candidate.stages, is_pipeline=is_pipeline, trained=trained
+    )
 
 
 @lru_cache(maxsize=128)
 def _parameters_of_stages(
-    workload: Workload, stages: tuple[range, ...], *, is_pipeline: bool
+    workload: Workload, stages: tuple[range, ...], *, is_pipeline: bool, trained: bool
 ) -> Mapping[int, Table]:
     """Return the cached result of :func:`parameters_by_copies`; must not be modified."""
-    model, layers = workload.model, np.array([float(len(stage)) for stage in stages])
-    found = {copies: layers * held for copies, held in layer_by_copies(workload).items()}
-    before, after = outer_parameters(model)
-    if model.tie_embeddings and not is_pipeline:
+    model, found = workload.model, defaultdict[int, Table](lambda: np.zeros(len(stages)))
+    for stage, kinds in enumerate(count_kinds(model, workload.trainable, stages)):
+        for kind, count in kinds.items():
+            shapes = kind.trained_shapes if trained else kind.shapes
+            for copies, held in layer_by_copies(workload, shapes).items():
+                found[copies][stage] += count * held
+    before, after = _outer_elements(workload, trained=trained)
+    if (
+        model.tie_embeddings
+        and not is_pipeline
+        and (not trained or trains_head(model, workload.trainable))
+    ):
         after -= model.vocab_size * model.hidden_size
     for stage, outer in ((0, before), (-1, after)):
         for copies, held in outer_by_copies(workload, outer).items():
-            found.setdefault(copies, np.zeros(len(layers)))[stage] += held
-    return found
+            found[copies][stage] += held
+    return dict(found)
 
 
 def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: bool) -> Table:
