@@ -206,6 +206,7 @@ def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = Non
             pipeline=pipeline,
             offloaded=_block_store(job, plan),
             loss_terms=loss_terms(run),
+            trainable=plan.trainable,
             stopwatch=device.stopwatch(),
             debug=run.activations.debug,
         )

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from sppo.cost.parameters import layer_shapes
+from sppo.cost.parameters import Shape
 from sppo.engine.msp.gradients import SharedGradients
 from sppo.engine.msp.shard import MspShard, as_shard
 from sppo.engine.msp.shared_kv import SharedKV
@@ -43,8 +43,8 @@ class ShardProviders(StageProviders):
             whole.kv_store,
             whole.loss_terms,
             whole.results,
+            trainable=whole.trainable,
         )
-        self._shapes = layer_shapes(whole.model)
         self._ahead: dict[int, SharedKV] = {}
 
     def begin(self, unit: Unit, layers: Sequence[int], *, forward: bool) -> None:
@@ -61,7 +61,7 @@ class ShardProviders(StageProviders):
             shard.exchange,
             layers,
             own=self.own_weights,
-            rows=lambda layer: [self._shapes],
+            rows=lambda layer: [*self._shapes(layer).values()],
             beside=prefix,
         )
 
@@ -75,7 +75,7 @@ class ShardProviders(StageProviders):
             sink = SharedGradients(
                 shard.exchange,
                 totals=totals,
-                shapes=self._shapes,
+                shapes=self._shapes(layer).get(True, {}),
                 dtype=self.own_weights.dtype,
                 device=self.own_weights.device,
             )
@@ -122,6 +122,16 @@ class ShardProviders(StageProviders):
         own = torch.empty(shape, dtype=self.own_weights.dtype, device=self.own_weights.device)
         parts = None if whole_CE is None else list(torch.split(whole_CE, list(shard.sizes)))
         return shard.exchange.scatter(parts, own)
+
+    def _shapes(self, layer: int) -> dict[bool, dict[str, Shape]]:
+        """Return the shapes of a layer's rows, by whether their parameters train.
+
+        The rows are in the order of their first parameters.
+        """
+        found: dict[bool, dict[str, Shape]] = {}
+        for name, shape in self.trainable.layer_shapes(self.model, layer).items():
+            found.setdefault(self.trainable.trains(f"layers.{layer}.{name}"), {})[name] = shape
+        return found
 
     def _shared_kv(self, shard: MspShard, layer: int) -> SharedKV:
         window = self.model.window_of(layer)

@@ -82,6 +82,7 @@ def forward_engine(
             weights=sharded.provider(used),
             gradients=None,
             pipeline=pipeline,
+            trainable=plan.trainable,
             stopwatch=device.stopwatch(),
             debug=run.activations.debug,
         )
