@@ -99,6 +99,8 @@ class AbstractCase(AbstractCosts):
     """Subsequences of each sequence."""
     virtual: Count = 1
     """Stages per rank."""
+    forward_only_stages: Annotated[int, Field(ge=0, le=_MOST_COUNT)] = 0
+    """First stages without a backward, because nothing trains in them or below them."""
 
     @model_validator(mode="after")
     def _fits_a_simulation(self) -> AbstractCase:
@@ -136,6 +138,7 @@ def abstract_case(request: AbstractCase) -> tuple[Schedule, Costs]:
         num_ranks=request.ranks,
         num_virtual=request.virtual,
         lengths=request.lengths,
+        forward_only_stages=request.forward_only_stages,
         costs=costs,
     )
     return lower(schedule, costs=costs), costs
@@ -145,8 +148,8 @@ def compared_case(request: AbstractCase, *, name: str) -> tuple[Schedule, Costs]
     """Return the work of `request` under the schedule `name`.
 
     A schedule of whole sequences gets each sequence merged into one subsequence, not offloaded; a
-    schedule without interleaving gets all stages of a rank merged into one. Merged costs may exceed
-    the largest that a request accepts.
+    schedule without interleaving gets all stages of a rank merged into one, which has a backward
+    if one of them has. Merged costs may exceed the largest that a request accepts.
     """
     count, stages, merged = 1, 1, dict[str, Any](schedule=name)
     if name in WHOLE_SEQUENCES and request.subsequences > 1:
@@ -160,6 +163,7 @@ def compared_case(request: AbstractCase, *, name: str) -> tuple[Schedule, Costs]
         stages = request.virtual
         sizes = merged.get("unit_sizes", request.unit_sizes)
         merged |= {"virtual": 1, "unit_sizes": tuple(size * stages for size in sizes)}
+        merged["forward_only_stages"] = request.forward_only_stages // stages
     for key in ("forward", "backward", "weight", "weight_size"):
         merged[key] = getattr(request, key) * stages
     merged["message_size"] = request.message_size * count

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.schedule.abstract import AbstractCase, abstract_case, compared_case
 from sppo.schedule.actions import UNITS_AHEAD, ActionKind, Op
 from sppo.schedule.checks import check_deadlock_free, find_violations, validate
 from sppo.schedule.costs import abstract_costs
@@ -141,3 +142,18 @@ def test_a_stage_without_a_backward_moves_nothing_and_reduces_nothing():
 def test_the_last_stage_has_a_backward(k):
     with pytest.raises(ValueError, match=f"forward_only_stages {k}: must be at least 0 and less"):
         make("sppo", p=4, n=2, m=1, forward_only_stages=k)
+
+
+def test_a_comparison_merges_the_stages_of_a_rank():
+    """5 of 8 stages without a backward are 2 of 4, and the third one has a backward."""
+    request = AbstractCase(
+        schedule="looped_bfs",
+        ranks=4,
+        virtual=2,
+        sequences=2,
+        subsequences=4,
+        forward_only_stages=5,
+    )
+    schedule, _ = abstract_case(request)
+    merged, _ = compared_case(request, name="seq1f1b")
+    assert [schedule.forward_only_stages, merged.forward_only_stages] == [5, 2]
