@@ -28,7 +28,9 @@ def least_seconds(candidate: Candidate) -> float:
     updated_s = seconds.reduce_s + seconds.update_s
     passes = seconds.forward + seconds.backward + seconds.weight
     work_s = of_ranks(candidate, passes.sum(axis=1) + updated_s)
-    work_s = work_s - updated_s[:ranks] + updated_s[:ranks].min()
+    behind_s, last = np.zeros(ranks), candidate.last_backward_stages
+    behind_s[last % ranks] = updated_s[last]
+    work_s = work_s - behind_s + behind_s.min()
     if candidate.schedule == "sppo_msp":
         return float(work_s.mean())
     defers = candidate.schedule in DEFERRING_WEIGHTS
