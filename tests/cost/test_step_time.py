@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sppo.cost.step_time import step_time
 from sppo.schedule.costs import CopyEngines, Link, Links, abstract_costs
+from sppo.schedule.orders.rank_orders import sequence_groups
 from tests.planning.cases import play
 from tests.tiers import examples
 
@@ -42,6 +43,17 @@ def random_costs(shape, *, seed, sequences=1, wires=None, spread=1.0):
         weight_s=table(),
         reduce_s=random.random(stages),
         message_bytes=np.tile(random.random(pieces), sequences),
+    )
+
+
+def without_backward(costs, stages):
+    """The same costs, if nothing trains in the first stages."""
+    has_backward = np.arange(costs.num_stages) >= stages
+    tables = {name: getattr(costs, name) for name in ("backward_s", "weight_s")}
+    return replace(
+        costs,
+        reduce_s=costs.reduce_s * has_backward,
+        **{name: table * has_backward[:, None] for name, table in tables.items()},
     )
 
 
@@ -154,3 +166,40 @@ def test_the_looped_order_takes_what_the_simulator_says(
     assert found.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
     if virtual == sequences == 1:
         assert step_time(costs, num_sequences=1).step_s == found.step_s
+
+
+@settings(max_examples=examples(30, all=100))
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)),
+    st.integers(1, 3),
+    seeds,
+    st.data(),
+)
+def test_first_stages_without_backward_send_no_gradients_and_end_early(
+    shape, sequences, seed, data
+):
+    """One group of sequences takes what the simulator says; several overlap there alone."""
+    ranks, virtual, pieces = shape
+    first = data.draw(st.integers(0, ranks * virtual - 1))
+    costs = random_costs((ranks * virtual, pieces), seed=seed, sequences=sequences, spread=0.3)
+    costs = without_backward(costs, first)
+    name, looped = ("sppo", None) if virtual == 1 else ("looped_bfs", ranks)
+    lengths = ((16,) * pieces,) * sequences
+    timeline = play(
+        costs,
+        lengths=lengths,
+        schedule=name,
+        num_virtual=virtual,
+        forward_only_stages=first,
+    )
+    found = step_time(
+        costs, num_sequences=sequences, looped_ranks=looped, forward_only_stages=first
+    ).step_s
+    ratio = timeline.makespan_s / found
+    one_group = len(sequence_groups(lengths, num_ranks=ranks)) == 1
+    if sequences == 1 or (looped and one_group):
+        assert ratio == pytest.approx(1.0, rel=1e-9)
+    elif looped:
+        assert 1 / GAP <= ratio <= 1 + 1e-9
+    else:
+        assert 1 - 1e-9 <= ratio <= GAP

@@ -86,12 +86,20 @@ def price(candidate: Candidate, *, placement=None) -> Costs:
     return stage_costs(candidate, placement)
 
 
-def play(costs: Costs, *, lengths, schedule: str = "sppo", num_virtual: int = 1) -> Timeline:
+def play(
+    costs: Costs,
+    *,
+    lengths,
+    schedule: str = "sppo",
+    num_virtual: int = 1,
+    forward_only_stages: int = 0,
+) -> Timeline:
     """Simulate a step of `lengths` with so many stages per rank."""
     programs = generate(
         schedule,
         num_ranks=costs.num_stages // num_virtual,
         num_virtual=num_virtual,
+        forward_only_stages=forward_only_stages,
         lengths=lengths,
         costs=costs,
     )

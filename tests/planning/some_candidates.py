@@ -24,8 +24,16 @@ RATES = (3e8, 1e9, 4e9, 1.1e10, 4e10)
 """Bytes per second of copies: hidden by nothing, to hidden by everything."""
 
 
+ADAPTERS = ({"rank": 16}, {"rank": 8, "layers": "10-15"}, {"rank": 64, "layers": "3,15"})
+
+
 @st.composite
-def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute", "sppo")):
+def candidates(
+    draw,
+    schedules=SCHEDULES,
+    policies=("auto", "retain", "recompute", "sppo"),
+    adapters=(None,),
+):
     """A model cut, scheduled and sharded in some way, on a machine that may be too small."""
     schedule = draw(st.sampled_from(schedules))
     name, length = draw(
@@ -53,6 +61,7 @@ def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute
             "policy": policy,
             "kv": draw(st.sampled_from(kv)),
         },
+        adapter=draw(st.sampled_from(adapters)),
     )
     return candidate_of_subsequences(
         run,

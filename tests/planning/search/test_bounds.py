@@ -12,7 +12,7 @@ from sppo.cost.candidate import Candidate
 from sppo.planning.search.bounds import least_seconds, least_shortfall
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.schedule.simulation.simulate import simulate
-from tests.planning.some_candidates import SCHEDULES, candidates
+from tests.planning.some_candidates import ADAPTERS, SCHEDULES, candidates
 from tests.tiers import examples
 
 ROUNDING = 1e-9
@@ -29,6 +29,13 @@ def test_a_simulation_takes_no_less_time_and_no_more_memory_than_is_said(candida
     assert least_seconds(evaluated.candidate) <= evaluated.step_s * (1 + ROUNDING)
     for peak, stage in zip(evaluated.simulated_bytes, evaluated.memory, strict=True):
         assert peak <= stage.device.total_bytes + 8
+
+
+@settings(max_examples=examples(30, all=400))
+@given(candidates(adapters=ADAPTERS))
+def test_a_simulation_with_adapters_takes_no_less_time(candidate: Candidate):
+    evaluated = evaluate_candidate(candidate)
+    assert least_seconds(evaluated.candidate) <= evaluated.step_s * (1 + ROUNDING)
 
 
 @settings(max_examples=examples(40, all=800))
