@@ -34,7 +34,8 @@ _ELSEWHERE = {
 _OF_ADAPTERS = {
     **dict.fromkeys(("r", "rank"), "Here it is adapter.rank."),
     "alpha": "Here it is adapter.alpha.",
-    **dict.fromkeys(("target", "target_modules"), "Here it is adapter.targets."),
+    **dict.fromkeys(("target", "target_modules", "target_linear"), "Here it is adapter.targets."),
+    **dict.fromkeys(("model_dir", "adapter_name_or_path"), "Here it is adapter.from_peft."),
     **dict.fromkeys(("modules_to_save", "additional_target"), "Here it is adapter.also_train."),
     "layers_to_transform": "Here it is adapter.layers.",
     "use_rslora": "Here it is adapter.scaling=rank_stabilized.",
