@@ -61,7 +61,7 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
     """
     stored = stored_tensors(directory)
     tied_head = stored.pop(HEAD, None) if model.tie_embeddings else None
-    faults = _faults(stored, {tensor.name: tensor for tensor in hf_tensors(model)})
+    faults = tensor_faults(stored, {tensor.name: tensor for tensor in hf_tensors(model)})
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise ValueError(
@@ -72,7 +72,13 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
     return StoredWeights(stored, tied_head)
 
 
-def _faults(stored: Mapping[str, StoredTensor], expected: Mapping[str, HfTensor]) -> list[str]:
+def tensor_faults(
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, HfTensor]
+) -> list[str]:
+    """Return a line for each way in which stored tensors differ from those expected, by name.
+
+    They are missing, unknown, of another shape, or of a type other than :data:`STORED_TYPES`.
+    """
     missing = [f"{t.full_name} {list(t.shape)}" for n, t in expected.items() if n not in stored]
     unknown = [f"{t.key} {list(t.shape)}" for n, t in stored.items() if n not in expected]
     common = [(stored[name], tensor) for name, tensor in expected.items() if name in stored]
@@ -106,7 +112,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     for path, expected in weight_files(directory).items():
-        stored = {tensor.key: tensor for tensor in _headers(path)}
+        stored = {tensor.key: tensor for tensor in file_headers(path)}
         absent = sorted(expected - stored.keys())
         if absent:
             raise ValueError(
@@ -164,7 +170,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _headers(path: Path) -> Iterator[StoredTensor]:
+def file_headers(path: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors of a safetensors file; reads no values.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     try:
         with safe_open(path, framework="np") as file:
             for key in file.keys():  # noqa: SIM118 - a handle to a file, not a mapping

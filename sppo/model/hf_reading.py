@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 
@@ -25,23 +25,33 @@ _DTYPES = {
 
 
 class HfWeights(Mapping[str, Tensor]):
-    """Weights of a directory by SPPO's names, in the order of ``parameter_shapes``.
+    """Weights of a directory by SPPO's names.
 
     Nothing is cached: every look-up reads the file and returns a new contiguous tensor in the
     stored type, so that a conversion holds one tensor at a time.
+
+    Args:
+        order: Names of the weights, in the order of iteration.
+        tensors: Tensors that hold them.
+        stored: Places of these tensors, by their names.
     """
 
-    def __init__(self, model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
-        self._order = tuple(parameter_shapes(model))
+    def __init__(
+        self,
+        order: Iterable[str],
+        tensors: Iterable[HfTensor],
+        stored: Mapping[str, StoredTensor],
+    ) -> None:
+        self._order = tuple(order)
         self._places: dict[str, tuple[StoredTensor, HfTensor, int]] = {
             part: (stored[tensor.name], tensor, index)
-            for tensor in hf_tensors(model)
+            for tensor in tensors
             for index, part in enumerate(tensor.parts)
         }
 
     def __getitem__(self, name: str) -> Tensor:
         stored, tensor, index = self._places[name]
-        values = _read(stored)
+        values = read_stored(stored)
         if tensor.transposed:
             values = values.T
         start = sum(tensor.rows[:index])
@@ -75,13 +85,13 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
     """
     directory = Path(directory)
     stored = check_headers(directory, model)
-    weights = HfWeights(model, stored.tensors)
+    weights = HfWeights(parameter_shapes(model), hf_tensors(model), stored.tensors)
     if stored.tied_head is not None:
         _check_tied(directory, stored.tied_head, weights["embed.weight"])
     return weights
 
 
-def _read(stored: StoredTensor) -> Tensor:
+def read_stored(stored: StoredTensor) -> Tensor:
     """Return the values of a stored tensor, in memory mapped from the file: clone to keep them.
 
     The file is opened in every call, so that its pages are unmapped when the tensor is freed.
@@ -93,7 +103,7 @@ def _read(stored: StoredTensor) -> Tensor:
 
 def _check_tied(directory: Path, head: StoredTensor, embedding: Tensor) -> None:
     if head.shape != tuple(embedding.shape) or not torch.equal(
-        _read(head).to(embedding.dtype), embedding
+        read_stored(head).to(embedding.dtype), embedding
     ):
         raise ValueError(
             f"{directory} stores {head.key} {list(head.shape)}, which differs from the embedding "

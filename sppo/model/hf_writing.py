@@ -42,7 +42,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 _OS_ERROR = re.compile(r"os error (\d+)")
-_HEADER_ROOM_BYTES = MIB
+HEADER_ROOM_BYTES = MIB
 """Bytes of free space required for config.json, the index and the headers of weight files."""
 
 
@@ -96,16 +96,16 @@ def save_hf_weights(
     check_unused_directory(directory)
     extra_files = extra_files or {}
     extra_bytes = sum(map(len, extra_files.values()))
-    _check_space(directory, total_bytes + extra_bytes + _HEADER_ROOM_BYTES)
-    with _whole_directory(directory) as partial:
-        _write_json(partial / "config.json", config)
+    check_space(directory, total_bytes + extra_bytes + HEADER_ROOM_BYTES)
+    with whole_directory(directory) as partial:
+        write_settings(partial / "config.json", config)
         by_name = {tensor.full_name: tensor for tensor in tensors}
         for name, shard in shards.items():
-            _write_shard(partial / name, [by_name[key] for key in shard], weights, dtype=dtype)
+            write_tensors(partial / name, [by_name[key] for key in shard], weights, dtype=dtype)
         if len(shards) > 1:
             weight_map = {key: name for name, shard in shards.items() for key in shard}
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-            _write_json(partial / INDEX_FILE, index)
+            write_settings(partial / INDEX_FILE, index)
         if readme:
             write_text(partial / README_FILE, readme)
         for name, contents in extra_files.items():
@@ -148,7 +148,8 @@ def _some(names: Sequence[str]) -> str:
     return (", ".join(names[:4]) or "none") + more
 
 
-def _check_space(directory: Path, needed_bytes: int) -> None:
+def check_space(directory: Path, needed_bytes: int) -> None:
+    """Raise OSError (ENOSPC) if the disk of ``directory`` has fewer free bytes."""
     existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     if needed_bytes > free_bytes:
@@ -160,7 +161,7 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def _whole_directory(directory: Path) -> Iterator[Path]:
+def whole_directory(directory: Path) -> Iterator[Path]:
     """Yield a directory with a temporary name; rename it to ``directory`` if the body succeeds.
 
     If the body fails, delete the directory and every parent that was created.
@@ -193,13 +194,15 @@ def _whole_directory(directory: Path) -> Iterator[Path]:
     sync_directory(directory.parent)
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_settings(path: Path, value: Mapping[str, Any]) -> None:
+    """Write settings as JSON for people to read, in alphabetical order."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-def _write_shard(
+def write_tensors(
     path: Path, tensors: Sequence[HfTensor], weights: Mapping[str, Tensor], *, dtype: str
 ) -> None:
+    """Write a safetensors file; ``weights`` has the parts of the tensors by SPPO's names."""
     contents = {t.full_name: _assemble(t, weights).to(DTYPES[dtype]) for t in tensors}
     # Created here because safetensors would create a file that only its owner can read.
     path.touch()
