@@ -104,6 +104,13 @@ class Trainable:
             for name, shape in self.adapter.shapes(model, layer).items()
         }
 
+    def has_factors_of(self, other: Trainable, model: ModelConfig) -> bool:
+        """Return whether two runs of a model have the same factors with the same scale."""
+        every = range(model.num_layers)
+        scales = [None if one.adapter is None else one.adapter.scale for one in (self, other)]
+        same_shapes = self.factor_shapes(model, every) == other.factor_shapes(model, every)
+        return same_shapes and scales[0] == scales[1]
+
     def trained_shapes(self, model: ModelConfig) -> dict[str, Shape]:
         """Return the shapes of the parameters that train, by global name."""
         shapes = self.parameter_shapes(model)

@@ -58,6 +58,9 @@ class HfWeights(Mapping[str, Tensor]):
         part = values.narrow(0, start, tensor.rows[index])
         return part.clone(memory_format=torch.contiguous_format)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._order)
 

@@ -54,6 +54,9 @@ class MergedWeights(Mapping[str, Tensor]):
             self.lost = max(self.lost, LostChange(name, float(loss)), key=lambda lost: lost.share)
         return merged
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights and not is_factor(str(name))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

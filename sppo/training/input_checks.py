@@ -21,6 +21,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import find_gpus
 from sppo.model.hf_files import check_headers
+from sppo.model.peft_format import check_adapter
 from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_without_limits
@@ -65,6 +66,13 @@ def input_problems(run: RunConfig) -> Iterator[Problem]:
             "model.from_hf", weights, lambda: check_headers(files, run.model)
         )
     yield from _trainable_problems(run)
+    if run.adapter is not None and run.adapter.from_peft is not None:
+        adapter, directory = run.adapter, run.adapter.from_peft
+        yield from problems_of_check(
+            "adapter.from_peft",
+            directory,
+            lambda: check_adapter(Path(directory), run.model, adapter),
+        )
     if run.start is not None:
         yield from problems_of_check("start", run.start.from_run, lambda: check_start(run))
     if disk is not None:

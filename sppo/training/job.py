@@ -170,8 +170,14 @@ def input_facts(run: RunConfig, sources: Sequence[TokenData]) -> dict[str, str]:
 
 def weight_facts(run: RunConfig) -> dict[str, str]:
     """Return the facts about initial weights that all ranks compare, by name."""
-    files = [] if run.hf_weights is None else sorted(Path(run.hf_weights).glob("*.safetensors"))
-    return {f"model.from_hf, sample of {file.name}": fingerprint(file) for file in files}
+    adapter = None if run.adapter is None else run.adapter.from_peft
+    directories = {"model.from_hf": run.hf_weights, "adapter.from_peft": adapter}
+    return {
+        f"{key}, sample of {file.name}": fingerprint(file)
+        for key, directory in directories.items()
+        if directory is not None
+        for file in sorted(Path(directory).glob("*.safetensors"))
+    }
 
 
 def token_facts(key: str, data: TokenData) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
-from sppo.checkpoint.newest import Checkpoint
+from sppo.checkpoint.newest import Checkpoint, find_checkpoint
 from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
@@ -38,6 +38,7 @@ from sppo.planning.too_large import tier_too_small
 from sppo.report.run_summary import AttentionSummary
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
+from sppo.training.base_weights import checked_start
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.job import Job, input_facts, mesh_shape
 from sppo.training.starting_checkpoint import (
@@ -63,7 +64,7 @@ class CheckedRun:
     attention: AttentionSummary
     """Attention back ends of the plan and of this machine."""
     start: Checkpoint | None = None
-    """Checkpoint of another run that the run starts from; None if it has one of its own."""
+    """Checkpoint of another run whose weights the run needs: to start, or as frozen weights."""
     validation: CheckedValidation | None = None
     """Sets that are evaluated between steps; None if there are none."""
 
@@ -127,8 +128,15 @@ def preflight(job: Job, plan: ExecutionPlan | None = None) -> CheckedRun:
 
 
 def _start(run: RunConfig) -> Checkpoint | None:
-    """Return the verified checkpoint of another run that a run starts from, if it starts now."""
-    start = None if has_started(run) else starting_checkpoint(run)
+    """Return the verified checkpoint of another run whose weights a run needs, if there is one.
+
+    It needs them to start, and, if it has frozen some of them, whenever it goes on.
+    """
+    if has_started(run):
+        if trainable_of_run(run).is_everything:
+            return None
+        return checked_start(find_checkpoint(run.train.output))
+    start = starting_checkpoint(run)
     if start is not None:
         check_same_order(run, start)
     return start

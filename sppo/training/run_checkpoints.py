@@ -14,6 +14,7 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX, CheckpointManager, run_meta
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.checkpoint.newest import Checkpoint
 from sppo.data.tokens import TokenData
+from sppo.training.base_weights import base_of
 from sppo.training.job import Job
 from sppo.training.run_directory import require_output
 from sppo.training.starting_checkpoint import provenance
@@ -58,12 +59,15 @@ class RunCheckpoints:
         """Steps of the newest checkpoint, the time of its save, and how long saving took."""
         self._start: Mapping[str, Any] | None = None
         """Provenance of the checkpoint of another run that this run started from."""
+        self._base: Mapping[str, str] | None = None
+        """Name and digest of the weights that checkpoints leave out; None if they hold all."""
 
     def resume(self, *, start: Checkpoint | None = None) -> tuple[int, Mapping[str, Any]]:
         """Load the newest valid checkpoint into the state, or else what the run starts from.
 
         Args:
-            start: Checkpoint of another run, whose weights the state has already.
+            start: Checkpoint of another run, whose weights the state has already; of a run that
+                goes on, those of its frozen parameters.
 
         Returns:
             Number of steps done, and the metadata of the checkpoint; 0, and of metadata only the
@@ -73,7 +77,8 @@ class RunCheckpoints:
             ValueError: The token data is not what the run began with, or the state of a rank has
                 NaN or infinite values.
         """
-        state = self._state
+        state, run = self._state, self._run
+        self._base = self._peers.decided_by_main(lambda: base_of(run, start))
         checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
         step, metadata = 0, {}
         if checkpoint is None and start is not None:
@@ -85,10 +90,10 @@ class RunCheckpoints:
             self._manager.load_into(checkpoint, state.sharded.blocks(live))
             state.optimizer.load_state(live)
             state.sharded.gather(state.weights)
-            if step < self._run.train.steps:
+            if step < run.train.steps:
                 _log.info("going on after step %d from %s", step, checkpoint.path)
         if bad := next(filter(None, self._peers.all_gather(nonfinite_names(live))), None):
-            where = self._run.hf_weights or self._run.train.output
+            where = run.hf_weights or run.train.output
             raise ValueError(
                 f"{where}: not finite: {first_of(bad)}; training would keep it, and no checkpoint "
                 "with NaN or infinity is saved: repair the weights"
@@ -190,6 +195,7 @@ class RunCheckpoints:
                 **more,
                 **self._checksums,
                 **({} if self._start is None else {"start": self._start}),
+                **({} if self._base is None else {"base": self._base}),
             },
         )
         saved = self._state.sharded.saved(state)

@@ -17,10 +17,9 @@ from sppo.checkpoint.manifest import MANIFEST_FILE, find_absence
 from sppo.checkpoint.newest import Checkpoint, InvalidCheckpointError, find_checkpoint
 from sppo.config import RunConfig
 from sppo.config.json_file import read_json
-from sppo.config.model import ModelConfig
 from sppo.config.run import DataConfig
 from sppo.config.start_model import CONFIG_FILE
-from sppo.cost.trainable import trainable_of_run, trainable_of_sections
+from sppo.cost.trainable import Trainable, is_factor, trainable_of_run, trainable_of_sections
 from sppo.data.run_tokens import check_same_vocabulary
 from sppo.data.tokens import open_tokens
 from sppo.quoting import quoted
@@ -36,21 +35,52 @@ def check_start(run: RunConfig) -> None:
     """
     if run.start is not None and not has_started(run):
         _path(run)
-        _check_moments(run)
+        file = Path(run.start.from_run) / CONFIG_FILE
+        if file.is_file():  # else that run's configuration is gone by now
+            theirs = trainable_of_sections(read_json(file))
+            _check_adapter(run, theirs)
+            _check_moments(run, theirs)
 
 
-def _check_moments(run: RunConfig) -> None:
-    """Raise ValueError if `run` takes moments along that the run it starts from does not have.
+def _check_adapter(run: RunConfig, theirs: Trainable) -> None:
+    """Raise ValueError unless `run` goes on with the adapter of the run it starts from, or merges.
 
-    Nothing is checked if the configuration of that run is gone by now.
+    A run that goes on trains all that the other has trained, so that the weights beside the
+    adapter are those of the other's base.
     """
     assert run.start is not None, "the run starts from another"
-    file = Path(run.start.from_run) / CONFIG_FILE
-    if not run.start.optimizer or not file.is_file():
+    if run.adapter is None or theirs.adapter is None:
         return
-    sections = read_json(file)
-    model = ModelConfig.model_validate(sections["model"])
-    there = trainable_of_sections(sections).trained_shapes(model)
+    ours, from_run = trainable_of_run(run), run.start.from_run
+    before, now = (one.trained_shapes(run.model) for one in (theirs, ours))
+    differs = next((name for name, shape in before.items() if now.get(name) != shape), None)
+    new = next((name for name in now if is_factor(name) and name not in before), None)
+    assert ours.adapter is not None, "the run has an adapter"
+    if run.adapter.from_peft is not None:
+        reason = f"adapter.from_peft={run.adapter.from_peft} is another adapter"
+    elif ours.adapter.scale != theirs.adapter.scale:
+        reason = f"its scale is {theirs.adapter.scale:g} there, {ours.adapter.scale:g} here"
+    elif differs is not None:
+        found = f"is {list(now[differs])}" if differs in now else "does not train"
+        reason = f"{differs} {list(before[differs])} {found} here"
+    elif new is not None:
+        reason = f"{new} is not part of it"
+    else:
+        return
+    raise ValueError(
+        f"start.from_run={from_run} has an adapter, and this run has another one: {reason}. Write "
+        "the section adapter of that run to go on with it; leave the section out to train the "
+        "merged weights; or merge them with sppo convert to-hf and give them a new adapter as "
+        "model.from_hf"
+    )
+
+
+def _check_moments(run: RunConfig, theirs: Trainable) -> None:
+    """Raise ValueError if `run` takes moments along that the run it starts from does not have."""
+    assert run.start is not None, "the run starts from another"
+    if not run.start.optimizer:
+        return
+    there = theirs.trained_shapes(run.model)
     ours = trainable_of_run(run).trained_shapes(run.model)
     missing = [name for name, shape in ours.items() if there.get(name) != shape]
     if missing:

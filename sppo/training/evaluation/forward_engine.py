@@ -8,18 +8,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.newest import Checkpoint, find_checkpoint
 from sppo.checkpoint.tensors import check_fits, load_tensors
 from sppo.config import RunConfig
+from sppo.cost.trainable import Adapter, trainable_of_run, trainable_of_sections
 from sppo.engine.engine import Engine
 from sppo.engine.providers.part_rows import Rows
 from sppo.optim.sharded_state import ShardedState
 from sppo.planning.plan import ExecutionPlan
 from sppo.quoting import quoted
+from sppo.training.base_weights import checked_start, has_base
 from sppo.training.connections import connect_pipeline
 from sppo.training.job import Job
 from sppo.training.starting_checkpoint import starting_checkpoint
-from sppo.training.starting_weights import check_weights, starting_weights
+from sppo.training.starting_weights import (
+    SavedWeights,
+    check_weights,
+    checkpoint_weights,
+    starting_weights,
+)
 from sppo.training.state import DTYPES, state_tier, used_weights, zero_rows
 
 _NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
@@ -107,16 +115,23 @@ def _fill_from_checkpoint(
     job: Job, sharded: ShardedState, rows: Rows, source: Path
 ) -> WeightSource:
     """Fill rows from a checkpoint; if its run deletes it meanwhile, from a newer one."""
-    peers, blocks = job.peers, sharded.weight_blocks(rows)
+    peers, every = job.peers, sharded.weight_blocks(rows)
 
-    def load(path: Path) -> None:
-        check_fits(path, blocks)
-        load_tensors(path, into=blocks)
+    def load(found: Checkpoint) -> None:
+        blocks, frozen = every, set[str]()
+        if has_base(found):
+            frozen = sharded.shapes.keys() - set(SavedWeights(found.path))
+            blocks = {key: own for key, own in every.items() if _name(key) not in frozen}
+        check_fits(found.path, blocks)
+        load_tensors(found.path, into=blocks)
+        weights = checkpoint_weights(found)
+        for name in frozen:
+            sharded.fill(rows, name, sharded.sharding.cut(name, weights[name]))
 
     while True:
         found = peers.decided_by_main(lambda: _checkpoint(job.run, source))
         try:
-            peers.done_by_all(partial(load, found.path))
+            peers.done_by_all(partial(load, found))
         except Exception:
             if peers.decided_by_main(found.path.is_dir):
                 raise
@@ -124,14 +139,19 @@ def _fill_from_checkpoint(
         return WeightSource(str(found.path), found.step)
 
 
+def _name(key: str) -> str:
+    """Return the parameter that a key of a checkpoint's weights names."""
+    return key.removeprefix(MODEL_PREFIX)
+
+
 def _checkpoint(run: RunConfig, source: Path) -> Checkpoint:
-    """Return the checkpoint at `source`, which is of the run's model."""
+    """Return the checkpoint at `source`, which is of the run's model and has its base."""
     found = find_checkpoint(source)
+    checked_start(found)
     config = found.metadata.get("config")
-    trained = config.get("model") if isinstance(config, dict) else None
-    ours = run.model.model_dump(mode="json")
-    if not isinstance(trained, dict):
+    if not isinstance(config, dict) or not isinstance(trained := config.get("model"), dict):
         return found
+    ours = run.model.model_dump(mode="json")
     different = [
         f"model.{key} is {quoted(trained[key])} there, {quoted(ours[key])} in the run file"
         for key in ours.keys() & trained.keys() - _NOT_ITS_SHAPE
@@ -142,4 +162,19 @@ def _checkpoint(run: RunConfig, source: Path) -> Checkpoint:
             f"{found.path} holds another model: {'; '.join(sorted(different))}. "
             "Use the run file it was trained with"
         )
+    there, here = trainable_of_sections(config), trainable_of_run(run)
+    if not here.has_factors_of(there, run.model):
+        raise ValueError(
+            f"{found.path} was trained with {_named(there.adapter)}, and the run file has "
+            f"{_named(here.adapter)}. Use the run file it was trained with"
+        )
     return found
+
+
+def _named(adapter: Adapter | None) -> str:
+    """Return words for an adapter in messages."""
+    if adapter is None:
+        return "no adapter"
+    layers = "all layers" if adapter.layers is None else f"layers {list(adapter.layers)}"
+    targets = ", ".join(adapter.targets)
+    return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}, {targets} of {layers}"
