@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sppo.config import ConfigError as ConfigError
     from sppo.config import RunConfig as RunConfig
     from sppo.config import load_run as load_run
+    from sppo.cost.trainable import trainable_of_run as trainable_of_run
     from sppo.engine.engine import Engine as Engine
     from sppo.engine.unit import SequenceData as SequenceData
     from sppo.model.gradients import zero_gradients as zero_gradients
@@ -54,6 +55,7 @@ _MODULES = {
     "sppo.planning.plan": ("ExecutionPlan",),
     "sppo.schedule.timeline": ("Timeline",),
     "sppo.report.metrics": ("StepMetrics",),
+    "sppo.cost.trainable": ("trainable_of_run",),
     "sppo.engine.engine": ("Engine",),
     "sppo.engine.unit": ("SequenceData",),
     "sppo.model.initialize": ("initial_weights",),

@@ -26,8 +26,6 @@ from sppo.quoting import quoted
 
 _INDEX_TYPES = (torch.int64, torch.int32)
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WEIGHTS_ADVICE = "sppo.initial_weights(run.model, seed=0) gives them"
-_GRADIENTS_ADVICE = "sppo.zero_gradients(weights) gives them"
 
 
 def check_engine(
@@ -53,9 +51,12 @@ def check_engine(
     """
     if not isinstance(model, ModelConfig):
         raise TypeError(f"sppo.Engine(model={quoted(model)}): give it run.model of sppo.load_run")
+    also = "" if trainable.is_everything else ", trainable=trainable"
+    weights_advice = f"sppo.initial_weights(run.model, seed=0{also}) gives them"
+    gradients_advice = f"sppo.zero_gradients(weights{also}) gives them"
     for name, value, advice in (
-        ("weights", weights, _WEIGHTS_ADVICE),
-        ("gradients", {} if gradients is None else gradients, _GRADIENTS_ADVICE),
+        ("weights", weights, weights_advice),
+        ("gradients", {} if gradients is None else gradients, gradients_advice),
     ):
         is_provider = hasattr(value, "take") and hasattr(value, "release")  # arrays have take, too
         if not isinstance(value, Mapping) and not is_provider:
@@ -66,7 +67,7 @@ def check_engine(
     shapes: dict[str, Shape] = {}
     for layers in pipeline.layers(model.num_layers).values():
         shapes |= trainable.stage_shapes(model, layers)
-    first = _check_tensors("weights", weights, shapes, advice=_WEIGHTS_ADVICE)
+    first = _check_tensors("weights", weights, shapes, advice=weights_advice)
     if first.dtype not in _FLOAT_TYPES:
         raise ValueError(f"sppo.Engine: weights are {first.dtype}; make them a floating-point type")
     if not isinstance(gradients, Mapping):
@@ -76,14 +77,14 @@ def check_engine(
     if frozen:
         raise ValueError(
             f"sppo.Engine: gradients[{frozen[0]!r}] is of a parameter that does not train; "
-            "sppo.zero_gradients(weights, trainable=trainable) gives those that do"
+            f"{gradients_advice}"
         )
     sums = accumulation_dtype(first.dtype)
     _check_tensors(
         "gradients",
         gradients,
         trained,
-        advice=_GRADIENTS_ADVICE,
+        advice=gradients_advice,
         like=first.new_empty(0, dtype=sums),
     )
     owners = {weights[name].data_ptr(): f"weights[{name!r}]" for name in shapes}
@@ -92,7 +93,7 @@ def check_engine(
         if address and (other := owners.setdefault(address, own)) != own:
             raise ValueError(
                 f"sppo.Engine: {own} is the memory of {other}, to which gradients would be added; "
-                f"{_GRADIENTS_ADVICE}"
+                f"{gradients_advice}"
             )
 
 

@@ -148,10 +148,11 @@ class Engine:
         alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
         self._store = offloaded or BlockStore()
         self._offloads: tuple[Schedule, OffloadSchedule] | None = None
+        if isinstance(gradients, Mapping):
+            every = weights if isinstance(weights, Mapping) else None
+            gradients = GradientProvider(PartRows.of(gradients, every=every))
         if isinstance(weights, Mapping):
             weights = WeightProvider(PartRows.of(weights))
-        if isinstance(gradients, Mapping):
-            gradients = GradientProvider(PartRows.of(gradients))
         self._weights, self._gradients, self._device = weights, gradients, weights.device
         self._stacks = alone and self._weights.device.type == "cpu"
         if self._stacks:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, parameter_shapes
-from sppo.cost.trainable import LORA_A, LORA_B
+from sppo.cost.parameters import Shape
+from sppo.cost.trainable import EVERYTHING, LORA_A, LORA_B, Trainable
 from sppo.units import GIB
 
 AHEAD_BYTES = GIB
@@ -23,13 +23,16 @@ _RESIDUAL_OUTPUTS = ("o.weight", "down.weight")
 _ELEMENT_BYTES = 4
 
 
-def initial_weights(model: ModelConfig, *, seed: int) -> dict[str, Tensor]:
-    """Return fp32 initial weights by global name.
+def initial_weights(
+    model: ModelConfig, *, seed: int, trainable: Trainable = EVERYTHING
+) -> dict[str, Tensor]:
+    """Return fp32 initial weights by global name, with the factors of the adapters if any.
 
     Matrices are normal with standard deviation ``init_std``, divided by sqrt(2 layers) for matrices
     that write into the residual stream (GPT-2, section 2.3). Norm weights are one, biases zero.
     """
-    return dict(generate_weights_ahead(parameter_shapes(model), model=model, seed=seed, threads=1))
+    shapes = trainable.parameter_shapes(model)
+    return dict(generate_weights_ahead(shapes, model=model, seed=seed, threads=1))
 
 
 def generate_weights_ahead(

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import parameter_shapes
+from sppo.cost.trainable import EVERYTHING
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import CROSS_ENTROPY
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
-from tests.engine.reference import reference_loss
+from tests.engine.reference import merged, reference_loss
 from tests.random_training.case import FAMILIES, ROPES
 
 BASE = {
@@ -62,10 +62,10 @@ def tiny_model(variant="mha", **fields):
     return ModelConfig.model_validate({**BASE, **VARIANTS[variant], **fields})
 
 
-def random_weights(model, *, seed=0, dtype=torch.float64):
+def random_weights(model, *, seed=0, dtype=torch.float64, trainable=EVERYTHING):
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in trainable.parameter_shapes(model).items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         if len(shape) == 2:
             weight = noise * (0.7 if "embed" in name or "positions" in name else shape[1] ** -0.5)
@@ -89,10 +89,16 @@ def random_sequence(model, length, *, seed=0, ignored=0.15, starts=(0,)):
 class Trained:
     """An engine with its own gradient buffers."""
 
-    def __init__(self, model, weights, *, policy="retain", **options):
-        self.gradients = zero_gradients(weights)
+    def __init__(self, model, weights, *, policy="retain", trainable=EVERYTHING, **options):
+        self.gradients = zero_gradients(weights, trainable=trainable)
         self.engine = Engine(
-            model, weights=weights, gradients=self.gradients, policy=policy, debug=True, **options
+            model,
+            weights=weights,
+            gradients=self.gradients,
+            policy=policy,
+            trainable=trainable,
+            debug=True,
+            **options,
         )
 
     def step(self, sequences, cuts, **options):
@@ -108,11 +114,11 @@ def engine_step(model, weights, sequences, cuts, *, policy="retain"):
     return Trained(model, weights, policy=policy).step(sequences, cuts)
 
 
-def autograd_step(model, weights, sequences, *, terms=CROSS_ENTROPY):
-    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    loss = reference_loss(model, leaves, sequences, terms=terms)
+def autograd_step(model, weights, sequences, *, terms=CROSS_ENTROPY, trainable=EVERYTHING):
+    leaves = {n: w.detach().clone().requires_grad_(trainable.trains(n)) for n, w in weights.items()}
+    loss = reference_loss(model, merged(leaves, trainable), sequences, terms=terms)
     loss.backward()
-    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+    return loss.detach(), {n: leaf.grad for n, leaf in leaves.items() if leaf.requires_grad}
 
 
 def assert_same_step(actual, expected, *, tolerance):

@@ -15,11 +15,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo.config.model import ModelConfig
+from sppo.cost.trainable import Trainable
 from sppo.engine.unit import SequenceData, document_positions
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.rope import rotary_frequencies
 from tests.kernels.attention.reference import visible_pairs
+
+
+def merged(weights: Mapping[str, Tensor], trainable: Trainable) -> Mapping[str, Tensor]:
+    """Weights of the model, with the products of the factors of adapters added."""
+    if trainable.adapter is None:
+        return weights
+    found = dict(weights)
+    for name in weights:
+        if name.endswith(".lora_a"):
+            target = name.removesuffix(".lora_a")
+            product = weights[f"{target}.lora_b"] @ weights[name]
+            weight = found[f"{target}.weight"]
+            found[f"{target}.weight"] = weight + trainable.adapter.scale * product
+    return found
 
 
 def reference_loss(

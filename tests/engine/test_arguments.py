@@ -7,10 +7,12 @@ import torch
 
 import sppo
 from sppo.config import PRESETS, ModelConfig
+from sppo.cost.trainable import Adapter, Trainable
 
 MODEL = ModelConfig.model_validate(PRESETS["tiny-test"])
 TOKENS = torch.arange(65) % MODEL.vocab_size
 CUTS = [0, 20, 64]
+ADAPTED = Trainable(Adapter(rank=2, scale=1.0), only=())
 
 
 def sequence(**changed):
@@ -61,6 +63,16 @@ def all_in_one(weights):
         ({"gradients": []}, TypeError, r"gradients=\[\]\): tensors by name; sppo.zero_gradients"),
         ({"gradients": {}}, ValueError, "gradients lack embed.weight and .*; sppo.zero_gradients"),
         ({"weights": torch.zeros(3)}, TypeError, r"weights=tensor\(.*: tensors by name"),
+        (
+            {"trainable": ADAPTED},
+            ValueError,
+            r"weights lack layers.0.q.lora_a and \d+ more; .*seed=0, trainable=trainable\) gives",
+        ),
+        (
+            {"trainable": Trainable(only=("head.*",))},
+            ValueError,
+            r"gradients\['embed.weight'\] is of a parameter that does not train; sppo.zero_gra",
+        ),
         ({"gradients": lambda w: w}, ValueError, "gradients.* is the memory of weights"),
         ({"gradients": all_in_one}, ValueError, "gradients.* is the memory of gradients"),
         (
@@ -123,3 +135,14 @@ def test_labels_that_do_not_count_are_no_values_out_of_range(engine):
     result = engine.accumulate([nothing, sequence()], [CUTS, [0, 64]])
     assert result.num_valid == 64
     assert float(engine.accumulate([nothing], [CUTS], num_valid=0).total_loss) == 0
+
+
+def test_an_adapted_engine_starts_as_the_model_and_gives_what_trains_gradients(engine):
+    weights = sppo.initial_weights(MODEL, seed=0, trainable=ADAPTED)
+    gradients = sppo.zero_gradients(weights, trainable=ADAPTED)
+    adapted = sppo.Engine(MODEL, weights=weights, gradients=gradients, trainable=ADAPTED)
+    loss = adapted.accumulate([sequence()], [CUTS]).total_loss
+    assert loss == engine.accumulate([sequence()], [CUTS]).total_loss
+    assert {name for name, gradient in gradients.items() if gradient.any()} == {
+        name for name in weights if name.endswith(".lora_b")
+    }

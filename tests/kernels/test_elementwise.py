@@ -75,6 +75,11 @@ def test_norms(shape, dtype, has_bias, device):
     assert_close(dx, gradients[0] + exact(dresidual)[0], tolerance=room * TOLERANCE[dtype])
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(sums, same, strict=True))
     assert torch.equal(dresidual, before)
+    frozen, *nothing = elementwise.norm_backward(
+        dy, x, *parameters, eps=EPS, dresidual_CE=dresidual, with_parameters=False
+    )
+    assert torch.equal(frozen, dx)
+    assert nothing == [None, None]
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
