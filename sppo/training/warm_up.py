@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 import torch
 
 from sppo.config import RunConfig
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import parameter_shapes
+from sppo.cost.trainable import Trainable, trainable_of_run
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.model.gradients import zero_gradients
@@ -82,21 +84,35 @@ def _warm_up_step(
     device: Device,
 ) -> None:
     dtype, place = DTYPES[run.train.dtype], device.torch_device
+    trainable = _trainable_layer(run)
     weights = {
         name: torch.zeros(shape, dtype=dtype, device=place)
-        for name, shape in parameter_shapes(model).items()
+        for name, shape in trainable.parameter_shapes(model).items()
     }
-    gradients = zero_gradients(weights)
+    gradients = zero_gradients(weights, trainable=trainable)
     engine = Engine(
         model,
         weights=weights,
         gradients=gradients,
         policy="keep_attention",
         loss_terms=loss_terms(run),  # kernels are compiled for these terms
+        trainable=trainable,
     )
     tokens = torch.arange(cuts[-1] + 1) % model.vocab_size
     engine.accumulate([device.put(SequenceData(tokens[:-1], tokens[1:]))], [cuts])
     if with_optimizer:
-        optimizer = AdamW(weights, config=run.optimizer)
+        optimizer = AdamW({name: weights[name] for name in gradients}, config=run.optimizer)
         clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)
         optimizer.step(gradients, lr=0.0)
+
+
+def _trainable_layer(run: RunConfig) -> Trainable:
+    """Return what trains in a model of one layer, which stands for every layer of the run."""
+    trainable = trainable_of_run(run)
+    if trainable.is_everything:
+        return trainable
+    names = {
+        re.sub(r"^layers\.\d+", "layers.0", name) for name in trainable.trained_shapes(run.model)
+    }
+    adapter = trainable.adapter and replace(trainable.adapter, layers=None)
+    return Trainable(adapter, tuple(sorted(names)))

@@ -1,8 +1,11 @@
 """Warm-up: it runs what the run runs later."""
 
+import pytest
+
 from sppo.config import load_run
 from sppo.engine import stage_providers
 from sppo.kernels.cross_entropy import LossTerms
+from sppo.model.gradients import GradientSum
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.warm_up import warm_up
 from tests.conftest import write_run
@@ -31,3 +34,21 @@ def test_a_rank_warms_up_with_its_share_of_a_subsequence_and_the_terms_of_the_lo
     warm_up(run, lengths=(400, 301), device=CpuDevice())
     assert seen == {64, 200, 151}
     assert terms_seen == {LossTerms(0.1, 1e-4)}
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"adapter": {"rank": 3, "targets": "q", "layers": 2}}, {"q.lora_a", "q.lora_b"}),
+        ({"train": {"only": ["layers.2.up.*", "embed.*"]}}, {"up.weight"}),
+    ],
+)
+def test_one_layer_trains_what_trains_in_any(sections, names, work, monkeypatch):
+    taken, add = set(), GradientSum.product
+    monkeypatch.setattr(
+        GradientSum, "product", lambda self, name, **x: taken.add(name) or add(self, name, **x)
+    )
+    model = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
+    run = load_run(write_run(work / "run.yaml", model=model, **sections))
+    warm_up(run, lengths=(40,), device=CpuDevice())
+    assert taken == names
