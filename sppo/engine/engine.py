@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
 from sppo.config.model import ModelConfig
+from sppo.cost.candidate import stages_without_backward
 from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
@@ -162,6 +163,9 @@ class Engine:
             policy=policy,
             streams_weights=weights.streamed is not None,
             streams_gradients=gradients is not None and gradients.streamed is not None,
+            forward_only_stages=stages_without_backward(
+                model, trainable, stages=pipeline.all_layers(model.num_layers)
+            ),
         )
         self._is_closed = False
         exchange = pipeline.exchange

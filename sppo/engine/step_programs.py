@@ -46,6 +46,7 @@ class StepPrograms:
         policy: Activation policy of all stages of a pipeline without placements.
         streams_weights: Whether weights are copied to the device stage by stage.
         streams_gradients: Whether gradients are copied off the device stage by stage.
+        forward_only_stages: Number of first stages without a backward in training.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepPrograms:
         policy: str,
         streams_weights: bool,
         streams_gradients: bool,
+        forward_only_stages: int,
     ) -> None:
         self._pipeline = pipeline
         every_stage = range(pipeline.placement.num_stages)
@@ -62,6 +64,7 @@ class StepPrograms:
             every_stage, policy_placement(policy)
         )
         self._streams_weights, self._streams_gradients = streams_weights, streams_gradients
+        self._forward_only_stages = forward_only_stages
         # Training steps are alike; only evaluations bring other lengths, a few at a time.
         self._made = lru_cache(maxsize=_STEPS_KEPT)(self._make)
 
@@ -98,6 +101,7 @@ class StepPrograms:
             num_ranks=pipeline.num_ranks,
             num_virtual=pipeline.num_virtual,
             lengths=lengths,
+            forward_only_stages=self._forward_only_stages,
             costs=costs,
         )
         offloaded = [
