@@ -34,6 +34,7 @@ REFERENCES = {
     "sequences": {},
     "four layers": {"model": {"num_layers": 4}},
     "tied": {"model": {"tie_embeddings": True}},
+    "adapter": {"model": {"num_layers": 4}, "adapter": {"rank": 3, "layers": "2-3"}},
     # No label counts in sequence 1, beside another one, nor in sequences 2 and 3, a whole step.
     "no labels": {"data": {"tokens": "short", "shuffle": False, "isolate_documents": True}},
     "samples by tokens": {**SAMPLES, "train": {"tokens_per_step": 3 * LENGTH}},
@@ -53,6 +54,7 @@ STATE = {
     "state.optimizer": "disk",
 }
 """Everything lives on a disk, stage by stage."""
+FROZEN_ON_DISK = {**STATE, "state.gradients": "device", "state.optimizer": "device"}
 ONE = (1, 1, 1)
 RUNS = {
     "all axes": ("sequences", [((2, 2, 2), {})]),
@@ -80,12 +82,24 @@ RUNS = {
         "samples by tokens",
         [((2, 2, 1), {}), ((1, 1, 2), {}), (ONE, {})],
     ),
+    "adapter, other degrees": ("adapter", [((2, 2, 2), {}), ((1, 1, 2), {**MEGATRON, **ZERO_3})]),
+    "adapter, pieces of units": ("adapter", [((1, 2, 2), PIECES)]),
+    "adapter, state": (
+        "adapter",
+        [((1, 1, 2), {**STATE, **ZERO_3, "parallel.virtual_stages": 2})],
+    ),
+    "adapter, frozen weights on a disk": (
+        "adapter",
+        [(ONE, {**FROZEN_ON_DISK, "parallel.virtual_stages": 4})],
+    ),
 }
 """By name: what a run is compared with, and its degrees and overrides, one part after another."""
 SELDOM = (
     "weights that come to be shared out",
     "all shared out, then one rank",
     "no labels",
+    "adapter, other degrees",
+    "adapter, pieces of units",
 )
 """Those that are left to the exhaustive tier."""
 
