@@ -9,6 +9,9 @@ import torch
 from sppo.config.model import ModelConfig
 from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.sharding.heads import tensor_shard
+from sppo.cost.state_tiers import StateTiers
+from sppo.cost.trainable import EVERYTHING, Trainable
+from sppo.cost.trainable import Adapter as Adapter  # a case that is pasted names it
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
@@ -152,7 +155,8 @@ class Leg(_Short):
     kv_recomputed: tuple[int, ...] = ()
     """Stages that recompute theirs before their backward."""
     streams: tuple[str, ...] = ()
-    """What lives in another tier, stage by stage on the device: weights, gradients."""
+    """What lives in another tier, stage by stage on the device: weights, gradients; "frozen": of
+    the weights only those that do not train."""
     queues: str = "threads"
     lag: int = 0
     """Packed tensors that compute may be ahead of the copies out."""
@@ -172,6 +176,15 @@ class Leg(_Short):
     @property
     def num_stages(self) -> int:
         return self.pp * self.virtual
+
+    @property
+    def tiers(self) -> StateTiers:
+        """Of weights and of the optimizer, which the weights that it updates do not leave."""
+        if "frozen" in self.streams:
+            return StateTiers(weights="host")
+        if "weights" in self.streams:
+            return StateTiers(weights="host", optimizer="host")
+        return StateTiers()
 
     def cuts_of(self, sequence: int) -> tuple[int, ...]:
         """Of one sequence of a replica."""
@@ -205,6 +218,8 @@ class Case(_Short):
     z_loss: float = 0.0
     clip_norm: float = 1.0
     weight_decay: float = 0.1
+    trainable: Trainable = EVERYTHING
+    """Adapters, and what trains."""
 
     @property
     def terms(self) -> LossTerms:

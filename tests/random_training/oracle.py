@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
-from sppo.cost.parameters import is_decayed, parameter_shapes
+from sppo.cost.parameters import is_decayed
+from sppo.cost.trainable import LORA_A, LORA_B, Trainable, is_factor
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import CROSS_ENTROPY
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.optim.adamw import STEP_KEY
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.optim.learning_rate import learning_rate
-from tests.engine.models import autograd_step, random_weights
-from tests.engine.reference import reference_logits, token_losses_of
+from tests.engine.models import random_weights
+from tests.engine.reference import reference_logits, reference_loss, token_losses_of
 from tests.random_training.case import DTYPES, Case
 from tests.random_training.run_leg import Blocks, StepResult, places
 from tests.random_training.samples import samples_alone
 
 State = dict[str, Tensor]
-"""Whole masters and moments by name, as a checkpoint has them."""
+"""Whole masters and moments by name, as a checkpoint has them, beside weights that are frozen."""
 
 TOLERANCES = {"fp64": 1e-11, "fp32": 2e-4, "bf16": 0.35}
 """Of a gradient: the root mean square of its error, as a share of its own. With bf16 an error may
@@ -41,13 +42,49 @@ _UPDATE_TOLERANCES = {"fp64": 1e-10, "fp32": 2e-5, "bf16": 2e-5}
 
 
 def first_state(case: Case) -> State:
-    """Random masters, zero moments."""
+    """Random masters and frozen weights, zero moments."""
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
-    weights = random_weights(case.model.config(), seed=case.seed, dtype=dtype)
+    model, trainable = case.model.config(), case.trainable
+    weights = random_weights(model, seed=case.seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(case.seed)
+    for name, shape in trainable.factor_shapes(model, range(model.num_layers)).items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights[name] = (noise * shape[1] ** -0.5).to(dtype)
     state = {MODEL_PREFIX + name: weight for name, weight in weights.items()}
+    trained = {name: weight for name, weight in weights.items() if trainable.trains(name)}
     for moment in MOMENTS:
-        state |= {f"optimizer.{moment}.{n}": torch.zeros_like(w) for n, w in weights.items()}
+        state |= {f"optimizer.{moment}.{n}": torch.zeros_like(w) for n, w in trained.items()}
     return state | {STEP_KEY: torch.tensor(0)}
+
+
+def _merged(weights: Mapping[str, Tensor], trainable: Trainable) -> dict[str, Tensor]:
+    """Weights of the model, to which the products of the factors are added."""
+    found = {name: weight for name, weight in weights.items() if not is_factor(name)}
+    for name in weights.keys() - found.keys():
+        projection, _, factor = name.rpartition(".")
+        if factor == LORA_B:
+            assert trainable.adapter is not None
+            change = weights[name] @ weights[f"{projection}.{LORA_A}"]
+            weight = found[f"{projection}.weight"]
+            found[f"{projection}.weight"] = weight + trainable.adapter.scale * change
+    return found
+
+
+def _autograd_step(
+    case: Case, weights: Mapping[str, Tensor], sequences: Sequence[SequenceData]
+) -> tuple[Tensor, State]:
+    """The loss, and the gradients of what trains."""
+    trainable = case.trainable
+    leaves = {n: w.detach().clone().requires_grad_(trainable.trains(n)) for n, w in weights.items()}
+    merged = _merged(leaves, trainable)
+    loss = reference_loss(case.model.config(), merged, sequences, terms=case.terms)
+    loss.backward()
+    gradients = {
+        MODEL_PREFIX + name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in leaves.items()
+        if leaf.requires_grad
+    }
+    return loss.detach(), gradients
 
 
 def step_faults(
@@ -64,17 +101,18 @@ def step_faults(
     """
     model = case.model.config()
     compute = DTYPES[case.dtype]
-    weights = {n: before[MODEL_PREFIX + n].to(compute).double() for n in parameter_shapes(model)}
+    names = case.trainable.parameter_shapes(model)
+    weights = {name: before[MODEL_PREFIX + name].to(compute).double() for name in names}
     sequences = step_sequences(case, leg, step)
-    loss, gradients = autograd_step(model, weights, sequences, terms=case.terms)
-    gradients = {MODEL_PREFIX + name: gradient for name, gradient in gradients.items()}
+    loss, gradients = _autograd_step(case, weights, sequences)
     counted = sum(data.num_valid for data in sequences)
     rounding = _TOKEN_TOLERANCES[case.dtype] * counted**-0.5
     found_losses = [rank.loss for rank in ranks]
     faults = list(_loss_faults(case, "loss", float(loss), found_losses, rounding=rounding))
     if case.legs[leg].evaluates:
         for index, data in enumerate(sequences):
-            faults += _label_faults(case, weights, index, data, ranks)
+            merged = _merged(weights, case.trainable)
+            faults += _label_faults(case, merged, index, data, ranks)
     bounds = _bounds(case, weights, sequences, gradients)
     faults += _gradient_faults(gradients, bounds, [rank.gradients for rank in ranks])
     faults += [
@@ -84,8 +122,11 @@ def step_faults(
     ]
     found_gradients, missing = _assembled([rank.gradients for rank in ranks])
     after, missing_state = _assembled([rank.state for rank in ranks])
-    if missing or missing_state or after.keys() != before.keys():
-        return [*faults, f"no rank has all of {[*missing, *missing_state]}"], before
+    missing += [*gradients.keys() - found_gradients.keys(), *missing_state]
+    saved = {key for key in before if key in gradients or not key.startswith(MODEL_PREFIX)}
+    if missing or after.keys() != saved:
+        return [*faults, f"no rank has all of {missing}"], before
+    after = before | after
     norm = float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
     faults += _norm_faults(case, norm, found_gradients, [rank.norm for rank in ranks])
     if not faults:  # a wrong gradient makes everything wrong behind it
@@ -167,9 +208,8 @@ def _bounds(
     bounds = {n: TOLERANCES[case.dtype] * max(size, least) for n, size in sizes.items()}
     if case.dtype == "bf16":
         narrow = {name: weight.bfloat16() for name, weight in weights.items()}
-        _, rough = autograd_step(case.model.config(), narrow, sequences, terms=case.terms)
-        for name, gradient in rough.items():
-            key = MODEL_PREFIX + name
+        _, rough = _autograd_step(case, narrow, sequences)
+        for key, gradient in rough.items():
             error = _rms(gradient.double() - expected[key])
             bounds[key] = max(bounds[key], _TIMES_AUTOGRAD * error)
     return bounds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
 from tests.random_training.case import Case, Leg, Samples, Shape
 
 MHA = Shape()
@@ -44,18 +45,22 @@ PIECES = (0, 9, 14, 21, 30)
 """Cuts of a sequence some of whose units are cut into pieces."""
 
 
-def case(model: Shape, layers: int | None = None, **leg: Any) -> Case:
+def case(
+    model: Shape, layers: int | None = None, *, trainable: Trainable = EVERYTHING, **leg: Any
+) -> Case:
     """One leg in float64.
 
     Args:
         model: the shape.
         layers: other layers than the shape has.
+        trainable: what trains.
         leg: what is not as usual; of an offloading one the disk is the tier.
     """
     model = model if layers is None else replace(model, layers=layers)
     if "ratio" in leg or "kv_offloaded" in leg:
         leg = {"tier": "disk", "policy": "kept", "lag": 1, **leg}
-    return Case(dtype="fp64", model=model, legs=(Leg(debug=True, evaluates=True, **leg),))
+    legs = (Leg(debug=True, evaluates=True, **leg),)
+    return Case(dtype="fp64", model=model, legs=legs, trainable=trainable)
 
 
 def samples(
@@ -285,6 +290,51 @@ PACKED = {
     ),
 }  # fmt: skip
 
+ALL = Trainable(Adapter(rank=3, scale=0.7), ())
+UPPER = Trainable(Adapter(rank=2, scale=1.0, targets=("q", "k", "down"), layers=(2, 3)), ())
+WITH_NORMS = Trainable(ALL.adapter, ("*norm.*", "embed.*"))
+SOME = Trainable(only=("layers.1.*", "*q.bias", "layers.3.mlp_norm.*"))
+HEAD = Trainable(only=("head.*",))
+TENSOR = {"sequence_parallel": "megatron"}
+KEYS_OF_FOUR = replace(MQA, heads=12, kv_heads=2)
+FROZEN = {
+    "pipeline, nothing trains below": case(GQA, 4, pp=2, trainable=UPPER, steps=2, **TWO),
+    "pipeline, deferred": case(
+        GPT, 5, pp=4, schedule="seq_zb_h1", trainable=WITH_NORMS, cuts=(0, 3, 4, 11, 17)
+    ),
+    "pipeline, only the head trains": case(MQA, 4, pp=3, trainable=HEAD, zero=2, dp=2, **TWO),
+    "stages in turn, zero 3": case(
+        GQA, 4, dp=2, pp=2, virtual=2, zero=3, schedule="interleaved_seq1f1b", trainable=UPPER,
+        steps=2, **THREE,
+    ),
+    "shared tokens, zero 2": case(MIXED, 4, dp=2, sp=2, zero=2, trainable=SOME, steps=2, **TWO),
+    "replicas, zero 0": case(LATE_WINDOW, 4, dp=2, pp=2, zero=0, trainable=SOME, **TWO),
+    "all axes, zero 3": case(GPT, 2, dp=2, pp=2, sp=2, zero=3, trainable=ALL, steps=2, **TWO),
+    "megatron, keys of four ranks": case(
+        KEYS_OF_FOUR, 2, sp=4, trainable=ALL, steps=2, **TENSOR,
+        cuts=(0, 5, 9, 23), other_cuts=(0, 4, 13), replica_sequences=2,
+    ),
+    "megatron, tied, zero 3": case(
+        TIED, 3, pp=2, sp=2, dp=2, zero=3, trainable=WITH_NORMS, **TENSOR, **TWO
+    ),
+    "megatron, biases": case(GPT, 4, pp=2, sp=2, trainable=SOME, **TENSOR, **TWO),
+    "looped, frozen weights streamed": case(
+        TIED, 5, virtual=3, streams=("frozen",), trainable=ALL, steps=2, **LOOPED
+    ),
+    "looped, weights and sums streamed, zero 3": case(
+        MQA, 4, pp=2, dp=2, virtual=2, zero=3, streams=("weights", "gradients"), trainable=UPPER,
+        steps=2, **LOOPED,
+    ),
+    "pieces of units": case(
+        GQA, 4, pp=2, schedule="sppo_msp", cuts=PIECES, trainable=WITH_NORMS, steps=2
+    ),
+    "pieces of units, shared tokens": case(
+        GQA, 4, pp=2, sp=2, schedule="sppo_msp", trainable=UPPER,
+        cuts=(0, 17, 33, 49, 60), policy="keep_attention",
+    ),
+}  # fmt: skip
+"""Adapters and frozen weights."""
+
 PINNED = {
     f"{group}: {name}": one
     for group, cases in (
@@ -293,6 +343,7 @@ PINNED = {
         ("shared", SHARED),
         ("msp", MSP),
         ("samples", PACKED),
+        ("frozen", FROZEN),
     )
     for name, one in cases.items()
 }

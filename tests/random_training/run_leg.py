@@ -19,7 +19,7 @@ from sppo.cost.communicators import CommunicatorUse
 from sppo.engine.engine import Engine
 from sppo.engine.label_losses import LabelLosses
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.streamed_rows import StreamedGradients, StreamedWeights
+from sppo.engine.providers.streamed_rows import StreamedGradients
 from sppo.model.gradients import zero_gradients
 from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
@@ -32,6 +32,7 @@ from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
+from sppo.training.state import used_weights
 from tests.engine.offloading import RatioRows, lane_of
 from tests.engine.streaming import LateLane
 from tests.random_training.case import DTYPES, Case, Leg
@@ -121,6 +122,7 @@ class _Rank:
             pipeline=pipeline,
             device=cpu,
             zero=leg.zero,
+            trainable=case.trainable,
             bucket_bytes=leg.bucket_bytes,
         )
         self._weights = {
@@ -140,15 +142,16 @@ class _Rank:
         self._resume(shared, state)
         self._shared = shared
         how = {"stages": shared.keys_of_stages, "device": cpu, "lane": LateLane()}
-        weights = StreamedWeights(self._weights, **how) if "weights" in leg.streams else None
+        weights = used_weights(self._weights, shared, leg.tiers, **how)
         sums = StreamedGradients(self._gradients, **how) if "gradients" in leg.streams else None
         self._engine = Engine(
             model,
-            weights=shared.provider(weights or self._weights),
-            gradients=shared.gradient_provider(sums or self._gradients),
+            weights=shared.provider(weights),
+            gradients=shared.gradient_provider(self._gradients if sums is None else sums),
             offloaded=_store(leg, disk) if leg.tier else None,
             pipeline=pipeline,
             loss_terms=case.terms,
+            trainable=case.trainable,
             debug=leg.debug,
         )
 
@@ -200,7 +203,7 @@ class _Rank:
             done.losses,
             evaluated,
             computed,
-            self._weight_blocks(),
+            _copied(shared.weight_blocks(self._weights)),
             _copied(shared.blocks(self._optimizer.state())),
             tuple(str(executed.action) for executed in done.trace),
             tuple(map(str, done.schedule.programs[self._mesh.at.pipeline])),
@@ -217,20 +220,6 @@ class _Rank:
         self._optimizer.load_state(live)
         shared.gather(self._weights)
 
-    def _weight_blocks(self) -> Blocks:
-        """What the rank keeps of the weights between steps."""
-        if self._leg.zero == 3:
-            owned = self._shared.owned(self._weights)
-            return _copied(
-                self._shared.blocks({MODEL_PREFIX + name: own for name, own in owned.items()})
-            )
-        found = {}
-        for name, weight in self._shared.named(self._weights).items():
-            offsets = self._shared.sharding.offsets(name)
-            shape = tuple(whole_shape(self._case.model.config(), name))
-            found[MODEL_PREFIX + name] = [StateBlock(weight.clone(), offsets, shape)]
-        return found
-
 
 def places(block: StateBlock) -> tuple[slice, ...]:
     """Where a block lies in its tensor."""
@@ -238,12 +227,6 @@ def places(block: StateBlock) -> tuple[slice, ...]:
         slice(first, first + size)
         for first, size in zip(block.offsets, block.tensor.shape, strict=True)
     )
-
-
-def whole_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
-    from sppo.cost.parameters import parameter_shapes
-
-    return parameter_shapes(model)[name]
 
 
 def _copied(blocks: Blocks) -> Blocks:
