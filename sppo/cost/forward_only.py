@@ -72,10 +72,12 @@ def forward_memory(
     for rank, held in enumerate(training):
         own = [*candidate.stages_of_rank(rank)]
         fullest = np.unravel_index((running + sent)[own].argmax(), running[own].shape)
-        parts = rank_parts(candidate, rank=rank)
-        whole = round(parts.room_elements) * ACCUMULATION_BYTES * (candidate.zero >= 2)
+        weights, gradients = (
+            rank_parts(candidate, rank=rank, trained=trained) for trained in (False, True)
+        )
+        whole = round(gradients.room_elements) * ACCUMULATION_BYTES * (candidate.zero >= 2)
         kept = 0 if candidate.state.streams_gradients else held.device.gradients_bytes - whole
-        gathered = parts.most_elements * element * on_cpu * (candidate.zero >= 3)
+        gathered = weights.most_elements * element * on_cpu * (candidate.zero >= 3)
         found.append(
             replace(
                 held.device,

@@ -61,9 +61,9 @@ from sppo.cost.sharding.collectives import (
     with_collectives,
 )
 from sppo.cost.sharding.weight_parts import (
-    device_parameters,
+    kept_parameters,
     parameters_by_copies,
-    sharded_parameters,
+    streamed_weights,
 )
 from sppo.cost.trainable import LORA_A, LORA_B, layers_without_backward
 from sppo.hardware.description import Tier
@@ -192,8 +192,7 @@ def _update_seconds(candidate: Candidate) -> Table:
     gradients from the device, weights to the device, and reads and writes of a disk.
     """
     workload, state = candidate.workload, candidate.state
-    held_by = sharded_parameters if candidate.zero else device_parameters
-    parameters = of_ranks(candidate, held_by(candidate, trained=True))
+    parameters = of_ranks(candidate, kept_parameters(candidate, shards_from=1, trained=True))
     seconds = update_seconds(workload, parameters=parameters)
     if state.offloads_optimizer:
         engines = _engines(candidate, state.tier)
@@ -216,18 +215,9 @@ def streamed_bytes(candidate: Candidate) -> tuple[Table, Table]:
 
     Weights with ZeRO-3, and gradients with ZeRO-2 and 3, count the rows of one device.
     """
-    state = candidate.state
-    weights, gradients = (
-        (sharded_parameters if candidate.zero >= sharding else device_parameters)(
-            candidate, trained=trained
-        )
-        * element_bytes
-        for sharding, trained, element_bytes in (
-            (3, False, candidate.workload.element_bytes),
-            (2, True, ACCUMULATION_BYTES),
-        )
-    )
-    return weights * state.streams_weights, gradients * state.streams_gradients
+    weights = streamed_weights(candidate) * candidate.workload.element_bytes
+    gradients = kept_parameters(candidate, shards_from=2, trained=True) * ACCUMULATION_BYTES
+    return weights, gradients * candidate.state.streams_gradients
 
 
 def stage_costs(candidate: Candidate, placement: ActivationPlacement) -> Costs:

@@ -19,13 +19,16 @@ from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.weight_parts import (
+    ShardedParts,
     device_parameters,
+    kept_parameters,
     most_held_of_ranks,
     outer_by_copies,
     rank_parts,
     same_weights_degree,
-    sharded_parameters,
+    streamed_weights,
 )
+from sppo.cost.trainable import trains_head
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 
@@ -40,24 +43,21 @@ def state_memory(candidate: Candidate) -> tuple[StageMemory, ...]:
     """Return the memory of each rank without saved activations and working sets; cached."""
     ranks, tiers = candidate.pipeline_parallel_degree, candidate.state
     element, device = candidate.workload.element_bytes, candidate.workload.hardware.device
-    parameters, updated = (
-        of_ranks(candidate, of_stages(candidate))
-        for of_stages in (device_parameters, sharded_parameters)
-    )
     at_peak = bytes_at_peak(candidate, sent=walk_of(candidate).running(sent_bytes(candidate)))
     weights, gradients = _held_elements(candidate)
-    whole = np.array([rank_parts(candidate, rank=rank).room_elements for rank in range(ranks)])
-    stepped = updated if candidate.zero else parameters
-    kept_weights = (updated if candidate.zero >= 3 else parameters) * element
-    kept_gradients = (updated if candidate.zero >= 2 else parameters) * ACCUMULATION_BYTES
+    stepped, summed = (
+        of_ranks(candidate, kept_parameters(candidate, shards_from=zero, trained=True))
+        for zero in (1, 2)
+    )
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     optimizer = stepped * (candidate.workload.moments_bytes + masters)
     copied = np.array(checkpoint_bytes(candidate)) * candidate.background_saves
     last = candidate.rank_of_stage(candidate.num_stages - 1)
     on_cpu = device.kind == "cpu"
     buckets = {
-        "weights_bytes": (weights + whole * (candidate.zero >= 3)) * element,
-        "gradients_bytes": (gradients + whole * (candidate.zero >= 2)) * ACCUMULATION_BYTES,
+        "weights_bytes": (weights + _whole_elements(candidate, shards_from=3)) * element,
+        "gradients_bytes": (gradients + _whole_elements(candidate, shards_from=2, trained=True))
+        * ACCUMULATION_BYTES,
         "optimizer_bytes": _update_room_bytes(candidate, parameters=stepped)
         if tiers.offloads_optimizer
         else optimizer,
@@ -74,8 +74,8 @@ def state_memory(candidate: Candidate) -> tuple[StageMemory, ...]:
     in_tiers = {
         "tier_activations_bytes": np.zeros(ranks),
         "host_optimizer_bytes": _adamw_bytes(candidate, stepped) * tiers.offloads_optimizer,
-        "tier_weights_bytes": kept_weights * tiers.streams_weights,
-        "tier_gradients_bytes": kept_gradients * tiers.streams_gradients,
+        "tier_weights_bytes": of_ranks(candidate, streamed_weights(candidate)) * element,
+        "tier_gradients_bytes": summed * ACCUMULATION_BYTES * tiers.streams_gradients,
         "background_save_bytes": copied * (not on_cpu),
     }
     return tuple(
@@ -99,11 +99,11 @@ def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
 def _saved_parameters(candidate: Candidate) -> Table:
     """Return the parameters of each stage that one device writes into a checkpoint, [stages].
 
-    A tied embedding that two ranks update is written by the first.
+    Frozen ones are not written. A tied embedding that two ranks update is written by the first.
     """
-    saved = sharded_parameters(candidate) if candidate.zero else device_parameters(candidate)
+    saved = kept_parameters(candidate, shards_from=1, trained=True)
     if candidate.pipeline_parallel_degree > 1:
-        saved[-1] -= _tied_elements(candidate)[candidate.zero > 0]
+        saved[-1] -= _tied_elements(candidate, shards_from=1, trained=True)
     return saved
 
 
@@ -133,41 +133,62 @@ def _held_elements(candidate: Candidate) -> tuple[Table, Table]:
     last backward. In the looped order, the stages on the device are consecutive, except between
     sequences, when gradients of the first stage leave while those of the last come back.
     """
-    tiers = candidate.state
-    whole, own = device_parameters(candidate), sharded_parameters(candidate)
-    weights = own if candidate.zero >= 3 else whole
-    gradients = own if candidate.zero >= 2 else whole
-    tied, looped = _tied_elements(candidate), candidate.order == LOOPED
+    tiers, looped = candidate.state, candidate.order == LOOPED
     ends_meet = candidate.pipeline_parallel_degree == 1 and candidate.virtual_stages > 1
-    at_last = np.zeros(len(whole))
-    at_last[-1] = tied[candidate.zero >= 3] * ends_meet
-    at_first = np.zeros(len(whole))
-    at_first[0] = tied[candidate.zero >= 2] * ends_meet
-    held_weights = (
-        most_held_of_ranks(candidate, weights + at_last, consecutive=looped)
-        if tiers.streams_weights
-        else of_ranks(candidate, weights)
-    )
-    held_gradients = (
-        most_held_of_ranks(
-            candidate, gradients - at_first, consecutive=looped and candidate.sequences == 1
-        )
-        + at_first[0]
-        if tiers.streams_gradients
-        else of_ranks(candidate, gradients)
-    )
-    return held_weights, held_gradients
+    streamed = streamed_weights(candidate)
+    held_weights = of_ranks(candidate, kept_parameters(candidate, shards_from=3) - streamed)
+    if tiers.streams_weights:
+        tied = _tied_elements(candidate, shards_from=3)
+        if not tiers.streams_trained_weights:
+            tied -= _tied_elements(candidate, shards_from=3, trained=True)
+        streamed[-1] += tied * ends_meet
+        held_weights += most_held_of_ranks(candidate, streamed, consecutive=looped)
+    gradients = kept_parameters(candidate, shards_from=2, trained=True)
+    if not tiers.streams_gradients:
+        return held_weights, of_ranks(candidate, gradients)
+    tied = _tied_elements(candidate, shards_from=2, trained=True) * ends_meet
+    gradients[0] -= tied
+    alone = looped and candidate.sequences == 1
+    return held_weights, most_held_of_ranks(candidate, gradients, consecutive=alone) + tied
 
 
-def _tied_elements(candidate: Candidate) -> tuple[float, float]:
-    """Return the elements of a tied embedding that a device computes with, and that it updates."""
+def _whole_elements(candidate: Candidate, *, shards_from: int, trained: bool = False) -> Table:
+    """Return the elements of parts that are whole while in use alone, [ranks].
+
+    Args:
+        candidate: Candidate to price.
+        shards_from: ZeRO stage from which on parts are sharded between uses.
+        trained: Whether only parameters that train count.
+    """
+    parts = _parts_of_ranks(candidate, trained=trained)
+    room = np.array([own.room_elements for own in parts])
+    whole: Table = room * (candidate.zero >= shards_from)
+    return whole
+
+
+def _parts_of_ranks(candidate: Candidate, *, trained: bool) -> list[ShardedParts]:
+    """Return the sharded parts of each pipeline rank: of all parameters, or those that train."""
+    ranks = range(candidate.pipeline_parallel_degree)
+    return [rank_parts(candidate, rank=rank, trained=trained) for rank in ranks]
+
+
+def _tied_elements(candidate: Candidate, *, shards_from: int, trained: bool = False) -> float:
+    """Return the elements of a tied embedding that a device keeps between uses; 0 without one.
+
+    Args:
+        candidate: Candidate to price.
+        shards_from: ZeRO stage from which on a device keeps its shard alone.
+        trained: Whether a frozen embedding counts 0.
+    """
     workload = candidate.workload
-    if not workload.model.tie_embeddings:
-        return 0.0, 0.0
-    by_copies = outer_by_copies(workload, workload.model.vocab_size * workload.model.hidden_size)
+    model = workload.model
+    if not model.tie_embeddings or (trained and not trains_head(model, workload.trainable)):
+        return 0.0
+    by_copies = outer_by_copies(workload, model.vocab_size * model.hidden_size)
+    if candidate.zero < shards_from:
+        return sum(by_copies.values())
     replicas = candidate.data_parallel_degree
-    own = sum(held / (copies * replicas) for copies, held in by_copies.items())
-    return sum(by_copies.values()), own
+    return sum(held / (copies * replicas) for copies, held in by_copies.items())
 
 
 def _loss_gradient_bytes(candidate: Candidate) -> int:
@@ -191,12 +212,13 @@ def collective_bytes(candidate: Candidate) -> Counts:
     tensors that it reduces or gathers.
     """
     is_copied = candidate.workload.hardware.device.kind == "cpu"
-    gathered = candidate.workload.element_bytes * (candidate.zero >= 3)
-    reduced = ACCUMULATION_BYTES * (candidate.zero >= 2)
-    ranks = range(candidate.pipeline_parallel_degree)
-    parts = [rank_parts(candidate, rank=rank).most_elements for rank in ranks]
-    in_step = np.array(parts) * (gathered + reduced) * is_copied
-    most = np.maximum(in_step, _bucket_bytes(candidate, is_copied=is_copied))
+    gathered, reduced = (
+        np.array([own.most_elements for own in _parts_of_ranks(candidate, trained=trained)])
+        for trained in (False, True)
+    )
+    in_step = gathered * candidate.workload.element_bytes * (candidate.zero >= 3)
+    in_step = in_step + reduced * ACCUMULATION_BYTES * (candidate.zero >= 2)
+    most = np.maximum(in_step * is_copied, _bucket_bytes(candidate, is_copied=is_copied))
     found: Counts = np.rint(most).astype(np.int64)
     return found
 
@@ -207,15 +229,13 @@ def _bucket_bytes(candidate: Candidate, *, is_copied: bool) -> Table:
     With ZeRO-0 and 1, buckets of gradients count, the larger ones. With ZeRO-2, only weights are
     gathered, after the memory of whole gradients is free again; with ZeRO-3, nothing is.
     """
-    parameters = of_ranks(candidate, device_parameters(candidate))
+    parameters = of_ranks(candidate, device_parameters(candidate, trained=True))
     copies = candidate.data_parallel_degree * same_weights_degree(candidate.workload)
     if copies == 1 or candidate.zero >= 3:
         return np.zeros_like(parameters)
     element = ACCUMULATION_BYTES if candidate.zero < 2 else candidate.workload.element_bytes
     most_elements = REDUCE_BUCKETS * REDUCE_BUCKET_BYTES / ACCUMULATION_BYTES
     under_way = np.minimum(most_elements, parameters) * element * (1 + 1 / copies + is_copied)
-    ranks = range(candidate.pipeline_parallel_degree)
-    whole = np.array([rank_parts(candidate, rank=rank).room_elements for rank in ranks])
-    free = whole * ACCUMULATION_BYTES * (candidate.zero >= 2)
+    free = _whole_elements(candidate, shards_from=2, trained=True) * ACCUMULATION_BYTES
     found: Table = np.maximum(0.0, under_way - free)
     return found

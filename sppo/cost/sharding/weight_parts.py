@@ -170,6 +170,27 @@ def sharded_parameters(candidate: Candidate, *, trained: bool = False) -> Table:
     return counts
 
 
+def kept_parameters(candidate: Candidate, *, shards_from: int, trained: bool = False) -> Table:
+    """Return the parameters that a device keeps between uses, [stages].
+
+    Args:
+        candidate: Candidate that the devices belong to.
+        shards_from: ZeRO stage from which on a device keeps its shard alone.
+        trained: Whether only parameters that train count.
+    """
+    of_stages = sharded_parameters if candidate.zero >= shards_from else device_parameters
+    return of_stages(candidate, trained=trained)
+
+
+def streamed_weights(candidate: Candidate) -> Table:
+    """Return the weights of a device that live in another tier between uses, [stages]."""
+    tiers = candidate.state
+    weights: Table = kept_parameters(candidate, shards_from=3) * tiers.streams_weights
+    if tiers.streams_weights and not tiers.streams_trained_weights:
+        weights = weights - kept_parameters(candidate, shards_from=3, trained=True)
+    return weights
+
+
 def parameters_by_copies(candidate: Candidate, *, trained: bool = False) -> Mapping[int, Table]:
     """Return the parameters a device computes with, by the number of devices that hold the same.
 
