@@ -37,10 +37,10 @@ from sppo.engine.providers.weights import WeightProvider
 from sppo.optim.adamw import STEP_KEY
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.optim.gradient_norm import global_norm, sum_of_squares
+from sppo.optim.rank_parameters import RankParameters
 from sppo.parallel.flat_row import FlatRow
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.peer_errors import peer_errors
-from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.mesh import Mesh, ReplicaGroup
 from sppo.parallel.row_messages import RowBuckets
 
@@ -76,21 +76,13 @@ class ShardedState:
         bucket_bytes: int = REDUCE_BUCKET_BYTES,
     ) -> None:
         self._mesh, self._device, self._zero = mesh, device, zero
-        rank, degree = mesh.at.sequence, mesh.shape.sequence_parallel
-        self.sharding = (
-            WeightSharding(model, trainable=trainable)
-            if mesh.shape.key_copies is None
-            else WeightSharding(model, rank, degree, trainable)
-        )
-        by_stage = {
-            stage: self.sharding.shapes(layers)
-            for stage, layers in pipeline.layers(model.num_layers).items()
-        }
-        self.shapes = {name: shape for own in by_stage.values() for name, shape in own.items()}
-        """Shapes of the parameters that this rank holds (with Megatron, shards), by global name."""
+        self._held = RankParameters(model, mesh=mesh, pipeline=pipeline, trainable=trainable)
+        self.sharding, self.shapes = self._held.sharding, self._held.shapes
+        """Shards that this rank has of all parameters, and their shapes, by global name."""
+        self.keys_of_stages = self._held.of_stages
+        """Keys of the rows of each stage of this rank, by stage."""
         self._whole_shapes = trainable.parameter_shapes(model)
         self._trained_kinds = dict.fromkeys(map(parameter_kind, trainable.trained_shapes(model)))
-        replicas = mesh.replica_ranks
         self._buckets = {
             kind: RowBuckets(
                 mesh.groups.replicas.get(kind),
@@ -98,61 +90,27 @@ class ShardedState:
                 bucket_bytes=bucket_bytes,
                 device=device,
             )
-            for kind in replicas
-        }
-        self._keys = self._keys_of_names(trainable)
-        self.keys_of_stages = {
-            stage: [*dict.fromkeys(self._keys[name] for name in own)]
-            for stage, own in by_stage.items()
-        }
-        """Keys of the rows of each stage of this rank, by stage."""
-        self._kinds = {key: self.sharding.replica_group(name) for name, key in self._keys.items()}
-        self._layouts = {
-            key: FlatRow(
-                {name: shape for name, shape in self.shapes.items() if self._keys[name] == key},
-                ranks=len(replicas[kind]),
-                rank=replicas[kind].index(mesh.rank),
-            )
-            for key, kind in self._kinds.items()
-        }
-        self._trained = {
-            key: self._layouts[key] for name, key in self._keys.items() if trainable.trains(name)
+            for kind in mesh.replica_ranks
         }
         self._updates = {
             name: part
-            for name, key in self._keys.items()
-            if key in self._trained
-            and (part := self._layouts[key].part(name, self._updated(key))) is not None
+            for name, key in self._held.keys.items()
+            if key in self._held.trained
+            and (part := self._held.layouts[key].part(name, self._updated(key))) is not None
         }
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
-        self._is_tied = ends and _TIED in self._trained
+        self._is_tied = ends and _TIED in self._held.trained
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
-
-    def _keys_of_names(self, trainable: Trainable) -> dict[str, str]:
-        """Return the keys of all parameters' rows: the parameter itself, or its layer and ranks.
-
-        Where a layer also has frozen parameters, those that train have another row.
-        """
-        keys = {}
-        for name in self.shapes:
-            owner, index, *_ = name.split(".")
-            kind = self.sharding.replica_group(name)
-            keys[name] = f"{owner}.{index} of {kind}" if owner == "layers" else name
-        frozen = {key for name, key in keys.items() if not trainable.trains(name)}
-        return {
-            name: f"{key}, trained" if key in frozen and trainable.trains(name) else key
-            for name, key in keys.items()
-        }
 
     def _updated(self, key: str) -> slice:
         """Return the interval of a row that this rank updates."""
-        layout = self._layouts[key]
+        layout = self._held.layouts[key]
         return layout.own if self._zero else slice(0, layout.elements)
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
         """Shapes of the rows of weights that this rank keeps between uses, by key."""
-        return _row_shapes(self._layouts, are_sharded=self._zero >= 3)
+        return _row_shapes(self._held.layouts, are_sharded=self._zero >= 3)
 
     @property
     def gradient_shapes(self) -> dict[str, Shape]:
@@ -160,7 +118,7 @@ class ShardedState:
 
         There are none of frozen parameters.
         """
-        return _row_shapes(self._trained, are_sharded=self._zero >= 2)
+        return _row_shapes(self._held.trained, are_sharded=self._zero >= 2)
 
     @property
     def owned_shapes(self) -> dict[str, Shape]:
@@ -180,7 +138,7 @@ class ShardedState:
         ones.
         """
         return {
-            name: self._updated_of(rows, self._keys[name])[part.within].view(
+            name: self._updated_of(rows, self._held.keys[name])[part.within].view(
                 self._owned_shape(name)
             )
             for name, part in self._updates.items()
@@ -188,7 +146,7 @@ class ShardedState:
 
     def _updated_of(self, rows: Rows, key: str) -> Tensor:
         """Return what this rank updates of a row."""
-        return self._layouts[key].within(rows[key], self._updated(key))
+        return self._held.layouts[key].within(rows[key], self._updated(key))
 
     def owned_of(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return what this rank updates of a whole parameter, as :meth:`owned` does."""
@@ -201,19 +159,19 @@ class ShardedState:
         """Return the keys of the rows of weights that live in another tier than the device."""
         if not tiers.streams_weights:
             return []
-        stays = {} if tiers.streams_trained_weights else self._trained
-        return [key for key in self._layouts if key not in stays]
+        stays = {} if tiers.streams_trained_weights else self._held.trained
+        return [key for key in self._held.layouts if key not in stays]
 
     def fill(self, rows: Rows, name: str, weight: Tensor) -> None:
         """Copy what ``rows`` keep of a whole parameter to its place in them."""
-        layout, row = self._layouts[self._keys[name]], rows[self._keys[name]]
+        layout, row = self._held.layouts[self._held.keys[name]], rows[self._held.keys[name]]
         part = layout.part(name, layout.kept(row))
         if part is not None:
             row[part.within].copy_(weight.reshape(-1)[part.elements])
 
     def named(self, rows: Rows) -> PartRows:
         """Return the parameters of whole ``rows`` by global name."""
-        return PartRows(rows, self._layouts, {})
+        return PartRows(rows, self._held.layouts, {})
 
     def provider(self, weights: Rows) -> WeightProvider:
         """Return the engine's provider of weights; every rank must call this at the same point.
@@ -225,7 +183,7 @@ class ShardedState:
         if self._zero >= 3:
             groups = self._by_row({kind: self._mesh.gather_group(kind) for kind in self._buckets})
             if groups:
-                return GatheredWeights(PartRows(weights, self._layouts, groups))
+                return GatheredWeights(PartRows(weights, self._held.layouts, groups))
         return WeightProvider(self.named(weights))
 
     def gradient_provider(self, gradients: Rows) -> GradientProvider:
@@ -240,7 +198,7 @@ class ShardedState:
         """
         groups = self._by_row(self._mesh.groups.replicas) if self._zero >= 2 else {}
         if groups:
-            return ShardedGradients(PartRows(gradients, self._layouts, groups))
+            return ShardedGradients(PartRows(gradients, self._held.layouts, groups))
         return GradientProvider(
             self.named(gradients),
             reduce=lambda stage: self._begin_reduction(stage, gradients),
@@ -251,7 +209,7 @@ class ShardedState:
         self, communicators: Mapping[ReplicaGroup, ProcessGroup | None]
     ) -> dict[str, ProcessGroup]:
         """Return the communicator of each row's group of ranks, unless this rank is alone."""
-        found = {key: communicators.get(kind) for key, kind in self._kinds.items()}
+        found = {key: communicators.get(kind) for key, kind in self._held.kinds.items()}
         return {key: group for key, group in found.items() if group is not None}
 
     def _begin_reduction(self, stage: int, gradients: Rows) -> None:
@@ -263,8 +221,8 @@ class ShardedState:
         first = min(self.keys_of_stages)
         for key in self.keys_of_stages[stage]:
             is_earlier = stage != first and key in self.keys_of_stages[first]
-            if key in self._trained and not is_earlier:
-                self._buckets[self._kinds[key]].reduce(gradients[key])
+            if key in self._held.trained and not is_earlier:
+                self._buckets[self._held.kinds[key]].reduce(gradients[key])
 
     def _end_reductions(self) -> None:
         """Wait for all started reductions."""
@@ -291,8 +249,8 @@ class ShardedState:
         if self._zero >= 3:
             return
         with peer_errors("gathering weights"):
-            for key in self._trained:
-                self._buckets[self._kinds[key]].gather(weights[key])
+            for key in self._held.trained:
+                self._buckets[self._held.kinds[key]].gather(weights[key])
             self._end_reductions()
 
     def norm(
@@ -313,7 +271,7 @@ class ShardedState:
             return global_norm(self.owned(gradients), after_each=after_each)
         counted = [
             layout.within(gradients[key], layout.own)
-            for key, layout in self._trained.items()
+            for key, layout in self._held.trained.items()
             if key != _TIED or self._speaks_for_tied
         ]
         squares = float(sum_of_squares(counted, after_each=after_each)) if counted else 0.0
@@ -334,7 +292,7 @@ class ShardedState:
         """
         of_kind: dict[str, list[Tensor]] = {kind: [] for kind in self._trained_kinds}
         for name, update in self._updates.items():
-            layout, begin = self._layouts[self._keys[name]], update.elements.start
+            layout, begin = self._held.layouts[self._held.keys[name]], update.elements.start
             own = layout.part(name, layout.own)
             if own is not None and (name != _TIED or self._speaks_for_tied):
                 within = slice(own.elements.start - begin, own.elements.stop - begin)
@@ -358,8 +316,8 @@ class ShardedState:
     def weight_blocks(self, rows: Rows) -> dict[str, list[StateBlock]]:
         """Return what ``rows`` of weights keep, as blocks of the tensors of a checkpoint."""
         found = {}
-        for name, key in self._keys.items():
-            layout, row = self._layouts[key], rows[key]
+        for name, key in self._held.keys.items():
+            layout, row = self._held.layouts[key], rows[key]
             part = layout.part(name, layout.kept(row))
             if part is not None:
                 own = self._blocks_from(name, row[part.within], begin=part.elements.start)
