@@ -298,20 +298,20 @@ HEAD = Trainable(only=("head.*",))
 TENSOR = {"sequence_parallel": "megatron"}
 KEYS_OF_FOUR = replace(MQA, heads=12, kv_heads=2)
 FROZEN = {
-    "pipeline, nothing trains below": case(GQA, 4, pp=2, trainable=UPPER, steps=2, **TWO),
+    "pipeline, nothing trains below": case(GQA, 4, pp=2, trainable=UPPER, **TWO),
     "pipeline, deferred": case(
         GPT, 5, pp=4, schedule="seq_zb_h1", trainable=WITH_NORMS, cuts=(0, 3, 4, 11, 17)
     ),
     "pipeline, only the head trains": case(MQA, 4, pp=3, trainable=HEAD, zero=2, dp=2, **TWO),
     "stages in turn, zero 3": case(
         GQA, 4, dp=2, pp=2, virtual=2, zero=3, schedule="interleaved_seq1f1b", trainable=UPPER,
-        steps=2, **THREE,
+        **{**THREE, "replica_sequences": 2},
     ),
-    "shared tokens, zero 2": case(MIXED, 4, dp=2, sp=2, zero=2, trainable=SOME, steps=2, **TWO),
+    "shared tokens, zero 2": case(MIXED, 4, dp=2, sp=2, zero=2, trainable=SOME, **TWO),
     "replicas, zero 0": case(LATE_WINDOW, 4, dp=2, pp=2, zero=0, trainable=SOME, **TWO),
-    "all axes, zero 3": case(GPT, 2, dp=2, pp=2, sp=2, zero=3, trainable=ALL, steps=2, **TWO),
+    "all axes, zero 3": case(GPT, 2, dp=2, pp=2, sp=2, zero=3, trainable=ALL, **TWO),
     "megatron, keys of four ranks": case(
-        KEYS_OF_FOUR, 2, sp=4, trainable=ALL, steps=2, **TENSOR,
+        KEYS_OF_FOUR, 2, sp=4, trainable=ALL, **TENSOR,
         cuts=(0, 5, 9, 23), other_cuts=(0, 4, 13), replica_sequences=2,
     ),
     "megatron, tied, zero 3": case(
@@ -326,7 +326,7 @@ FROZEN = {
         steps=2, **LOOPED,
     ),
     "pieces of units": case(
-        GQA, 4, pp=2, schedule="sppo_msp", cuts=PIECES, trainable=WITH_NORMS, steps=2
+        GQA, 4, pp=2, schedule="sppo_msp", cuts=PIECES, trainable=WITH_NORMS
     ),
     "pieces of units, shared tokens": case(
         GQA, 4, pp=2, sp=2, schedule="sppo_msp", trainable=UPPER,
