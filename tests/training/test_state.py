@@ -1,6 +1,7 @@
 """Memory that the state of a run takes while it is created."""
 
 import weakref
+from contextlib import closing
 
 import pytest
 import torch
@@ -52,3 +53,37 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     for name, weight in starting_weights(run):
         assert torch.equal(masters[f"model.{name}"], weight)
         assert torch.equal(state.sharded.named(state.weights)[name], weight.bfloat16())
+
+
+@pytest.mark.parametrize("weights", ["device", "disk"])
+def test_frozen_weights_have_no_more_than_their_values(work, weights):
+    """They have no sums, masters and moments, and may leave the device without an optimizer."""
+    (work / "spill").mkdir()
+    run = load_run(
+        write_run(
+            work / "run.yaml",
+            model={"num_layers": 2},
+            adapter={"rank": 3, "targets": "q,down"},
+            activations={"disk": "spill"},
+            parallel={"virtual_stages": 2},
+            state={"weights": weights, "gradients": "device", "optimizer": "device"},
+            train={"dtype": "bf16"},
+        )
+    )
+    job = job_alone(run)
+    plan = preflight(job).plan
+    with closing(build_state(job, plan)) as state:
+        planned = plan.rank_memory[0].device
+        initial = dict(starting_weights(run))
+        factors = {name for name in initial if "lora" in name}
+        count = sum(initial[name].numel() for name in factors)
+        named = state.sharded.named(state.weights)
+        assert all(torch.equal(named[name], initial[name].bfloat16()) for name in initial)
+        assert set(state.optimizer.masters) == set(state.sharded.owned(state.gradients)) == factors
+        stay = factors if weights == "disk" else initial
+        held = sum(2 * initial[name].numel() for name in stay)
+        steps_bytes = state.optimizer.state()["optimizer.step"].nbytes
+        assert state.device_bytes == (held, 4 * count, 12 * count + steps_bytes)
+        assert (planned.gradients_bytes, planned.optimizer_bytes) == (4 * count, 12 * count)
+        # Frozen weights of both stages are on the device at once.
+        assert planned.weights_bytes == sum(2 * weight.numel() for weight in initial.values())
