@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.activations.placement import ActivationPlacement
@@ -23,8 +24,10 @@ from sppo.cost.flops import (
 from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.stage_cost import executed_flops
-from sppo.cost.trainable import EVERYTHING
+from sppo.cost.trainable import EVERYTHING, Adapter, Trainable, layers_without_backward
+from sppo.engine.engine import Engine
 from sppo.hardware.presets import PRESETS
+from sppo.model.gradients import zero_gradients
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
 from tests.kernels.attention.reference import visible_pairs
 from tests.tiers import each_once
@@ -52,20 +55,35 @@ class ProductFlops(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def attention_flops(model, length):
-    pairs = sum(causal_pairs(0, length, window=model.window_of(i)) for i in range(model.num_layers))
-    return 4 * model.num_heads * model.head_dim * pairs
+def attention_flops(model, length, trainable=EVERYTHING):
+    """Forward and backward, twice the forward, of layers that have them."""
+    first = layers_without_backward(model, trainable)
+    pairs = [causal_pairs(0, length, window=model.window_of(i)) for i in range(model.num_layers)]
+    each = 4 * model.num_heads * model.head_dim
+    return each * sum(pairs), 2 * each * sum(pairs[first:])
 
 
-@pytest.mark.parametrize(("variant", "policy"), each_once(VARIANTS, POLICIES))
-def test_executed_products_are_those_counted(variant, policy):
-    model = tiny_model(variant)
-    trained = Trained(model, random_weights(model), policy=policy)
+TRAINABLE = {
+    "everything": EVERYTHING,
+    "adapters": Trainable(Adapter(3, 0.5), ()),
+    "adapters of layer 1, norms": Trainable(Adapter(2, 2.0, ("q", "v", "up"), (1,)), ("*norm.*",)),
+    "k of layer 1, head": Trainable(None, ("layers.1.k.*", "head.*")),
+}
+
+
+@pytest.mark.parametrize(("variant", "policy", "trains"), each_once(VARIANTS, POLICIES, TRAINABLE))
+def test_executed_products_are_those_counted(variant, policy, trains):
+    model, trainable = tiny_model(variant), TRAINABLE[trains]
+    weights = random_weights(model)
+    for name, shape in trainable.factor_shapes(model, range(model.num_layers)).items():
+        weights[name] = torch.ones(shape, dtype=torch.float64)
+    gradients = zero_gradients(weights, trainable=trainable)
+    engine = Engine(model, weights=weights, gradients=gradients, policy=policy, trainable=trainable)
     sequences = [random_sequence(model, 23, seed=seed) for seed in range(2)]
     with ProductFlops() as counted:
-        trained.step(sequences, [(0, 5, 6, 23), (0, 23)])
-    attention = 2 * attention_flops(model, 23)
-    passes = 1 + 2.5 + (policy == "recompute")
+        engine.accumulate(sequences, [(0, 5, 6, 23), (0, 23)])
+    forward, backward = (2 * flops for flops in attention_flops(model, 23, trainable))
+    passes = forward + (1.25 + (policy == "recompute") / 2) * backward
     expected = 0
     for cuts in ((0, 5, 6, 23), (0, 23)):
         lengths = np.diff(cuts)
@@ -74,12 +92,14 @@ def test_executed_products_are_those_counted(variant, policy):
         recomputed[:, :, ATTENTION] = lengths * (policy == "recompute")
         retained = lengths[None, :, None] - recomputed
         expected += executed_flops(
-            Candidate(Workload(model, PRESETS["laptop-cpu"]), tuple(lengths.tolist())),
+            Candidate(
+                Workload(model, PRESETS["laptop-cpu"], trainable=trainable), tuple(lengths.tolist())
+            ),
             ActivationPlacement(retained, 0 * recomputed, recomputed),
         )
     ignored = sum(23 - data.num_valid for data in sequences)
     assert ignored
-    assert counted.flops == expected - passes * attention - ignored_flops(model, ignored)
+    assert counted.flops == expected - passes - ignored_flops(model, ignored, trainable)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -89,7 +109,7 @@ def test_forward_products_are_those_counted(variant):
     with ProductFlops() as counted:
         trained.engine.evaluate(random_sequence(model, 23, ignored=0.0), (0, 5, 6, 23))
     expected, _ = model_flops(model, start=0, end=23)
-    assert counted.flops == expected - attention_flops(model, 23)
+    assert counted.flops == expected - attention_flops(model, 23)[0]
     assert step_flops(model, length=23, sequences=3) == 9 * expected
 
 
