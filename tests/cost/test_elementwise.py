@@ -79,7 +79,7 @@ def counted(monkeypatch):
         monkeypatch.setattr(where, name, watched)
 
     def norm(operands, suffix):
-        def kernel(*tensors, dresidual_CE=None, eps):
+        def kernel(*tensors, dresidual_CE=None, eps, with_parameters=True):
             x, bias = tensors[0], (*tensors, None)[operands + 1]
             added = "" if dresidual_CE is None else "_add"
             name = "rmsnorm" if bias is None else "layernorm"

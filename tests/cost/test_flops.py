@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.activations.placement import ActivationPlacement
@@ -25,9 +24,7 @@ from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.stage_cost import executed_flops
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable, layers_without_backward
-from sppo.engine.engine import Engine
 from sppo.hardware.presets import PRESETS
-from sppo.model.gradients import zero_gradients
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
 from tests.kernels.attention.reference import visible_pairs
 from tests.tiers import each_once
@@ -74,14 +71,11 @@ TRAINABLE = {
 @pytest.mark.parametrize(("variant", "policy", "trains"), each_once(VARIANTS, POLICIES, TRAINABLE))
 def test_executed_products_are_those_counted(variant, policy, trains):
     model, trainable = tiny_model(variant), TRAINABLE[trains]
-    weights = random_weights(model)
-    for name, shape in trainable.factor_shapes(model, range(model.num_layers)).items():
-        weights[name] = torch.ones(shape, dtype=torch.float64)
-    gradients = zero_gradients(weights, trainable=trainable)
-    engine = Engine(model, weights=weights, gradients=gradients, policy=policy, trainable=trainable)
+    weights = random_weights(model, trainable=trainable)
+    trained = Trained(model, weights, policy=policy, trainable=trainable)
     sequences = [random_sequence(model, 23, seed=seed) for seed in range(2)]
     with ProductFlops() as counted:
-        engine.accumulate(sequences, [(0, 5, 6, 23), (0, 23)])
+        trained.step(sequences, [(0, 5, 6, 23), (0, 23)])
     forward, backward = (2 * flops for flops in attention_flops(model, 23, trainable))
     passes = forward + (1.25 + (policy == "recompute") / 2) * backward
     expected = 0
