@@ -12,7 +12,7 @@ import errno
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -111,6 +111,8 @@ class CheckpointManager:
         group: Process group of all ranks, which create their managers at the same time, because
             managers communicate over gloo groups of their own. None for a single process.
         timeout_s: Longest time in seconds that a rank waits for the other ranks.
+        export: Called on rank 0 with the directory of each checkpoint before it is published, to
+            write its weights there once more for other programs; None to write nothing else.
     """
 
     def __init__(
@@ -121,10 +123,11 @@ class CheckpointManager:
         async_save: bool,
         group: ProcessGroup | None = None,
         timeout_s: float = 7200.0,
+        export: Callable[[Path], None] | None = None,
     ) -> None:
         assert keep >= 1, f"keep is {keep}; CheckpointConfig checks this"
         self.directory = directory
-        self._keep = keep
+        self._keep, self._export = keep, export
         self._writer = ThreadPoolExecutor(1, "checkpoint") if async_save else None
         # A step, a search for checkpoints and the writing thread must not share a group.
         self._ranks, self._writing_ranks = (
@@ -250,6 +253,9 @@ class CheckpointManager:
         # Merged by key, because replicas of a block are written once.
         blocks = {key: size for of_rank in sizes for key, size in of_rank.items()}
         needed = sum(blocks.values()) + _OVERHEAD_BYTES
+        if self._export is not None:
+            weights = (size for (name, _), size in blocks.items() if name.startswith(MODEL_PREFIX))
+            needed += sum(weights) + _OVERHEAD_BYTES
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
@@ -288,7 +294,9 @@ class CheckpointManager:
         step: int,
         metadata: Mapping[str, Any],
     ) -> None:
-        """Add metadata and manifest to the files of all ranks, and rename the directory."""
+        """Add what else belongs to a checkpoint to the files of all ranks; rename the directory."""
+        if self._export is not None:
+            self._export(partial)
         about = partial / METADATA_FILE
         write_json(about, {"step": step, **metadata})
         all_sums = [*sums, sum_files([about])]
@@ -383,13 +391,14 @@ def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:
     while True:
         checkpoint = find_checkpoint(path)
         try:
-            return checkpoint, _model_tensors(checkpoint.path)
+            return checkpoint, model_tensors(checkpoint.path)
         except Exception:
             if checkpoint.path.is_dir():
                 raise
 
 
-def _model_tensors(directory: Path) -> dict[str, Tensor]:
+def model_tensors(directory: Path) -> dict[str, Tensor]:
+    """Return the fp32 weights that the files of a checkpoint hold, by name."""
     names = [name for name in saved_shapes(directory) if name.startswith(MODEL_PREFIX)]
     tensors = read_tensors(directory, names=names)
     return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}

@@ -92,7 +92,7 @@ def sum_files(paths: Iterable[Path]) -> dict[str, FileSum]:
 
 
 def write_manifest(directory: Path, files: Mapping[str, FileSum], *, alone: bool = False) -> None:
-    """Write the manifest of ``directory``, which lists all of its files.
+    """Write the manifest of ``directory``, which lists its files, without those of exports.
 
     Args:
         directory: Directory of a checkpoint.

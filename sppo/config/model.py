@@ -11,6 +11,9 @@ from sppo.config.base import MOST_LAYERS, Directory, Layers, Section, Tokens, Wi
 
 Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
+NOT_COMPUTED = frozenset({"preset", "from_hf", "family", "init_std"})
+"""Keys of a model that do not change the function that it computes."""
+
 
 class RopeScaling(Section):
     """Stretching of rotary frequencies beyond the context length of the original training."""

@@ -316,6 +316,10 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints that are kept on disk."""
     async_save: bool = False
     """Whether checkpoints are written in the background while training continues."""
+    export: Literal["auto", "none"] = "auto"
+    """Whether each checkpoint of a run with ``adapter`` has a directory ``adapter`` with the files
+    of PEFT, so that other programs can use it while the run goes on. auto: yes, if these files can
+    hold the adapter."""
 
 
 DEFAULT_MARGIN = 0.03

@@ -14,6 +14,7 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX, CheckpointManager, run_meta
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.checkpoint.newest import Checkpoint
 from sppo.data.tokens import TokenData
+from sppo.training.adapter_export import adapter_export
 from sppo.training.base_weights import base_of
 from sppo.training.job import Job
 from sppo.training.run_directory import require_output
@@ -40,34 +41,48 @@ _TIMEOUT_FACTOR = 10
 
 
 class RunCheckpoints:
-    """Checkpoints of one run."""
+    """Checkpoints of one run. Collective.
+
+    Args:
+        job: Job that trains the run.
+        state: State that is saved, with the weights that the run starts from.
+        output: Output directory of the run.
+        sources: Token data of the run.
+        start: Checkpoint of another run, from which `state` has weights: those that the run starts
+            from, or, if it goes on, those that it has frozen.
+    """
 
     def __init__(
-        self, job: Job, state: TrainingState, *, output: Path, sources: Sequence[TokenData]
+        self,
+        job: Job,
+        state: TrainingState,
+        *,
+        output: Path,
+        sources: Sequence[TokenData],
+        start: Checkpoint | None = None,
     ) -> None:
         run = job.run
         self._run, self._peers, self._state = run, job.peers, state
-        self._output, self._sources = output, sources
+        self._output, self._sources, self._from = output, sources, start
+        self._base, export = job.peers.decided_by_main(
+            lambda: (base_of(run, start), adapter_export(run, start))
+        )
+        """Name and digest of the weights that checkpoints leave out; None if they hold all."""
         self._manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
             group=job.mesh.groups.world,
             timeout_s=_TIMEOUT_FACTOR * run.parallel.timeout_s,
+            export=export,
         )
         self._saved_step, self._saved_at, self._saving_s = 0, time.monotonic(), 0.0
         """Steps of the newest checkpoint, the time of its save, and how long saving took."""
         self._start: Mapping[str, Any] | None = None
         """Provenance of the checkpoint of another run that this run started from."""
-        self._base: Mapping[str, str] | None = None
-        """Name and digest of the weights that checkpoints leave out; None if they hold all."""
 
-    def resume(self, *, start: Checkpoint | None = None) -> tuple[int, Mapping[str, Any]]:
+    def resume(self) -> tuple[int, Mapping[str, Any]]:
         """Load the newest valid checkpoint into the state, or else what the run starts from.
-
-        Args:
-            start: Checkpoint of another run, whose weights the state has already; of a run that
-                goes on, those of its frozen parameters.
 
         Returns:
             Number of steps done, and the metadata of the checkpoint; 0, and of metadata only the
@@ -78,11 +93,10 @@ class RunCheckpoints:
                 NaN or infinite values.
         """
         state, run = self._state, self._run
-        self._base = self._peers.decided_by_main(lambda: base_of(run, start))
         checkpoint, live = self._manager.latest_valid(), state.optimizer.state()
         step, metadata = 0, {}
-        if checkpoint is None and start is not None:
-            metadata = self._begin_from(start, live)
+        if checkpoint is None and self._from is not None:
+            metadata = self._begin_from(self._from, live)
         elif checkpoint is not None:
             step, metadata = checkpoint.step, checkpoint.metadata
             self._start = metadata.get("start")

@@ -88,8 +88,10 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
     state = build_state(job, plan, start=checked.start)
     # Failures are recorded first: closing the state may wait for a device that hangs.
     with closing(state), job.progress.failing():
-        checkpoints = RunCheckpoints(job, state, output=output, sources=data.sources)
-        first_step, metadata = checkpoints.resume(start=checked.start)
+        checkpoints = RunCheckpoints(
+            job, state, output=output, sources=data.sources, start=checked.start
+        )
+        first_step, metadata = checkpoints.resume()
         peers.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:
             peers.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))

@@ -12,6 +12,7 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.newest import Checkpoint, find_checkpoint
 from sppo.checkpoint.tensors import check_fits, load_tensors
 from sppo.config import RunConfig
+from sppo.config.model import NOT_COMPUTED
 from sppo.cost.trainable import Adapter, trainable_of_run, trainable_of_sections
 from sppo.engine.engine import Engine
 from sppo.engine.providers.part_rows import Rows
@@ -29,9 +30,6 @@ from sppo.training.starting_weights import (
     starting_weights,
 )
 from sppo.training.state import DTYPES, state_tier, used_weights, zero_rows
-
-_NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
-"""Keys of the model section that do not change the function that the model computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ def _checkpoint(run: RunConfig, source: Path) -> Checkpoint:
     ours = run.model.model_dump(mode="json")
     different = [
         f"model.{key} is {quoted(trained[key])} there, {quoted(ours[key])} in the run file"
-        for key in ours.keys() & trained.keys() - _NOT_ITS_SHAPE
+        for key in ours.keys() & trained.keys() - NOT_COMPUTED
         if ours[key] != trained[key]
     ]
     if different:

@@ -1,0 +1,108 @@
+"""Adapters of runs for PEFT: the base they belong to, and whether PEFT's files can hold them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from sppo.checkpoint.checkpoint import model_tensors
+from sppo.checkpoint.newest import Checkpoint
+from sppo.config import RunConfig
+from sppo.config.adapter import AdapterConfig
+from sppo.config.huggingface.model_config import model_fields, read_config
+from sppo.config.model import NOT_COMPUTED, ModelConfig
+from sppo.model.peft_format import peft_config
+from sppo.model.peft_weights import save_adapter
+from sppo.quoting import quoted
+from sppo.training.base_weights import run_of, start_of
+
+_log = logging.getLogger(__name__)
+
+ADAPTER_DIRECTORY = "adapter"
+"""Directory in a checkpoint with the adapter in the files of PEFT."""
+_ROPE = ("rope_theta", "rope_scaling")
+
+
+def base_of_adapter(run: RunConfig, start: Checkpoint | None) -> str | None:
+    """Return the published model that a run's adapter belongs to, checked for use by PEFT.
+
+    Args:
+        run: Configuration of a run with an adapter.
+        start: Checkpoint of another run that it started from, if it did.
+
+    Returns:
+        Directory of the model; None for random weights, or those that another run has trained.
+
+    Raises:
+        ValueError: PEFT's files cannot hold the adapter; or the run does not compute what the base
+            does, as with another ``rope_scaling``, which is not part of an adapter.
+        OSError: The base cannot be read.
+    """
+    assert run.adapter is not None, "the run has an adapter"
+    peft_config(run.model, run.adapter, base=None)
+    name, base = _base(run, start)
+    if base is not None:
+        _check_same_function(run.model, base, name=name)
+    return name if start is None or name != str(start.path) else None
+
+
+def adapter_export(run: RunConfig, start: Checkpoint | None) -> Callable[[Path], None] | None:
+    """Return a function that adds the adapter to a checkpoint directory, in the files of PEFT.
+
+    None without an adapter, if the run asks for none, or if PEFT's files cannot hold it, which a
+    line of the log says.
+
+    Args:
+        run: Validated run configuration.
+        start: Checkpoint of another run that it started from, if it did.
+    """
+    if run.adapter is None or run.checkpoint.export == "none":
+        return None
+    try:
+        base = base_of_adapter(run, start)
+    except (OSError, ValueError) as error:
+        _log.info("checkpoints hold no adapter/ for PEFT: %s", error)
+        return None
+    return partial(_export, model=run.model, adapter=run.adapter, base=base)
+
+
+def _export(
+    directory: Path, *, model: ModelConfig, adapter: AdapterConfig, base: str | None
+) -> None:
+    weights = model_tensors(directory)
+    save_adapter(directory / ADAPTER_DIRECTORY, weights, model, adapter, base=base)
+
+
+def _base(run: RunConfig, start: Checkpoint | None) -> tuple[str | None, ModelConfig | None]:
+    """Return name and model of the base of a run; None for random weights."""
+    if start is not None:
+        theirs = run_of(start)
+        goes_on = theirs.adapter is not None
+        return _base(theirs, start_of(start)) if goes_on else (str(start.path), theirs.model)
+    if run.model.from_hf is None:
+        return None, None
+    try:
+        fields = model_fields(read_config(Path(run.model.from_hf)))
+        return run.model.from_hf, ModelConfig.model_validate(fields)
+    except ValidationError:
+        raise ValueError(f"{run.model.from_hf}: its config.json is not that of a model") from None
+
+
+def _check_same_function(model: ModelConfig, base: ModelConfig, *, name: str | None) -> None:
+    """Raise ValueError if a model computes something else than its base, adapters aside."""
+    ours, theirs = model.model_dump(mode="json"), base.model_dump(mode="json")
+    compared = ours.keys() - {*NOT_COMPUTED, "max_positions"}
+    different = [key for key in ours if key in compared and ours[key] != theirs[key]]
+    if not different:
+        return
+    found = "; ".join(
+        f"model.{key} is {quoted(ours[key])}, {quoted(theirs[key])} in {name}" for key in different
+    )
+    hint = "merge with sppo convert to-hf"
+    if set(different) <= set(_ROPE):
+        hint += ", or write the base with it: sppo convert from-hf --rope-scaling-of RUN"
+    raise ValueError(f"an adapter cannot carry {', '.join(different)} ({found}): {hint}")
