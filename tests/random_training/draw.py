@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from sppo.config.adapter import TARGETS
+from sppo.config.model import ModelConfig
+from sppo.cost.parameters import layer_shapes, parameter_shapes
+from sppo.cost.trainable import Adapter, Trainable
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, order_of
 from tests.offload.emulated_lane import SCHEDULERS
 from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Samples, Shape
@@ -16,6 +20,8 @@ T = TypeVar("T")
 _SEQUENCE_SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "interleaved_seq1f1b", "looped_bfs")
 _SCHEDULES = (*_SEQUENCE_SCHEDULES, *WHOLE_SEQUENCES)
 _BOTH = ("weights", "gradients")
+_MAY_NOT_MATTER = ("q", "k", "q_norm", "k_norm")
+"""Their gradients are zero where attention sees one key, and those of a key bias often are."""
 _GRIDS = tuple(
     (dp, pp, sp) for dp in (1, 2, 3) for pp in (1, 2, 3, 4) for sp in (1, 2, 3, 4)
     if dp * pp * sp <= 8
@@ -49,11 +55,48 @@ class _Draw:
         if chance(0.2):
             samples = self._samples(legs)
             legs = tuple(self._of_samples(leg, samples) for leg in legs)
-            return replace(case, legs=legs, samples=samples, documents=1)
+            return self._with_trained(replace(case, legs=legs, samples=samples, documents=1))
         shortest = min(cuts[-1] for leg in legs for cuts in (leg.cuts, leg.other_cuts) if cuts)
         case = replace(case, legs=legs, documents=min(case.documents, shortest))
-        # Drawn last, so that all else of a seed's case is as it was without turns.
-        return replace(case, turn=pick([4, 9, 20]) if chance(0.25) else 0)
+        # Drawn last, so that all else of a seed's case is as it was without turns and adapters.
+        return self._with_trained(replace(case, turn=pick([4, 9, 20]) if chance(0.25) else 0))
+
+    def _with_trained(self, case: Case) -> Case:
+        """Adapters, or some of the parameters, train: often."""
+        if self._chance(0.5):
+            return case
+        model = case.model.config()
+        trainable = self._adapters(model) if self._chance(0.6) else self._some(model)
+        legs = (replace(leg, streams=self._frozen_streams(leg)) for leg in case.legs)
+        return replace(case, trainable=trainable, legs=tuple(legs))
+
+    def _adapters(self, model: ModelConfig) -> Trainable:
+        chance, pick = self._chance, self._pick
+        targets = [target for target in TARGETS if f"{target}.weight" in layer_shapes(model)]
+        some = {*self._random.sample(targets, pick(range(len(targets))) + 1)}
+        some.add(pick([target for target in targets if target not in _MAY_NOT_MATTER]))
+        layers = range(model.num_layers)
+        some_layers = sorted(self._random.sample(layers, pick(layers) + 1))
+        adapter = Adapter(
+            rank=pick([1, 2, 3, 5]),
+            scale=pick([1.0, 0.5, 3.0]),
+            targets=tuple(target for target in targets if target in some),
+            layers=tuple(some_layers) if chance(0.4) else None,
+        )
+        whole = (glob for glob in ("*norm.*", "embed.*", "head.*") if chance(0.2))
+        return Trainable(adapter, tuple(whole))
+
+    def _some(self, model: ModelConfig) -> Trainable:
+        """Parameters that globs match, and one at least."""
+        pick, names = self._pick, [*parameter_shapes(model)]
+        globs = [f"layers.{pick(range(model.num_layers))}.*", "*.bias", "*norm.*", pick(names)]
+        globs += ["head.*", "embed.*", "*.[kv].*"]
+        one = pick([name for name in names if name.split(".")[-2] not in _MAY_NOT_MATTER])
+        return Trainable(only=(one, *self._random.sample(globs, pick([0, 1, 2]))))
+
+    def _frozen_streams(self, leg: Leg) -> tuple[str, ...]:
+        """What lives in another tier: of the weights often only the frozen ones."""
+        return ("frozen",) if "weights" in leg.streams and self._chance(0.5) else leg.streams
 
     def _samples(self, legs: Sequence[Leg]) -> Samples:
         """Documents of which at least one is a sample, and steps with one for each replica."""

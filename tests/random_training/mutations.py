@@ -14,14 +14,18 @@ from unittest.mock import patch
 
 import torch
 
+from sppo.cost.trainable import is_factor
 from sppo.engine import engine, stage_providers
 from sppo.engine.attention import kv_store, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
+from sppo.model.layer import Layer
+from sppo.model.projection import Projection
 from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
+from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.row_messages import RowBuckets, RowMessage
 from tests.random_training.case import Case
 
@@ -241,6 +245,65 @@ def smoothing_forgotten() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def scale_forgotten() -> Iterator[None]:
+    """The gradient of an adapter's inner product is that of an adapter with the scale one."""
+    backward = Projection.backward
+
+    def unscaled(self: Projection, dy_CO: torch.Tensor) -> Any:
+        plain = replace(self, scale=1.0) if self.has_adapter else self
+        return replace(backward(plain, dy_CO), projection=self)
+
+    with patch.object(Projection, "backward", unscaled):
+        yield
+
+
+@contextmanager
+def recomputed_without_adapters() -> Iterator[None]:
+    """What a backward computes again of a forward leaves the adapters out."""
+    found = {
+        name: getattr(Layer, name)
+        for name in ("recompute_missing_rows", "recompute_kv", "recompute_output")
+    }
+
+    def of_base(name: str) -> Callable[..., Any]:
+        def recompute(self: Layer, saved: Any) -> Any:
+            base = {name: tensor for name, tensor in self.weights.items() if not is_factor(name)}
+            return found[name](replace(self, weights=base), saved)
+
+        return recompute
+
+    with patch.multiple(Layer, **{name: of_base(name) for name in found}):
+        yield
+
+
+@contextmanager
+def whole_factors_not_summed() -> Iterator[None]:
+    """Ranks that shard a weight keep their own gradients of the factor that they have whole."""
+    replica_group = WeightSharding.replica_group
+
+    def as_of_weights(self: WeightSharding, name: str) -> str:
+        kind = replica_group(self, name)
+        return "block" if is_factor(name) and kind == "stage" else kind
+
+    with patch.object(WeightSharding, "replica_group", as_of_weights):
+        yield
+
+
+@contextmanager
+def frozen_weights_decayed() -> Iterator[None]:
+    """A step takes the weight decay from frozen weights, too."""
+    gather = ShardedState.gather
+
+    def decayed(self: ShardedState, weights: Any) -> None:
+        for key in weights.keys() - self.gradient_shapes.keys():
+            weights[key].mul_(0.99)
+        gather(self, weights)
+
+    with patch.object(ShardedState, "gather", decayed):
+        yield
+
+
 def _lends_gradients(case: Case) -> bool:
     """Whether dV of a sequence may be read after the next sequence has its buffer."""
     return case.dtype != "bf16" and any(
@@ -265,6 +328,23 @@ def _reduces(case: Case, *, after_each_use: bool) -> bool:
     return any((leg.zero >= 2) == after_each_use and leg.dp * leg.sp > 1 for leg in case.legs)
 
 
+def _has_adapter(case: Case, *, scaled: bool = False) -> bool:
+    adapter = case.trainable.adapter
+    return adapter is not None and (adapter.scale != 1.0 or not scaled)
+
+
+def _recomputes(case: Case) -> bool:
+    """Whether layers compute rows, outputs, or K and V again before their backward."""
+    return any(
+        leg.input_every > 1 or leg.kv_recomputed or (leg.policy == "rebuilt" and leg.ratio < 1)
+        for leg in case.legs
+    )
+
+
+def _shards_weights(case: Case) -> bool:
+    return any(leg.sequence_parallel == "megatron" for leg in case.legs)
+
+
 MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
     function.__name__: (function, may_show)
     for function, may_show in (
@@ -286,6 +366,10 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (weights_not_gathered, lambda case: case.num_ranks > 1),
         (window_one_short, lambda case: case.model.window is not None),
         (smoothing_forgotten, lambda case: case.label_smoothing > 0),
+        (scale_forgotten, lambda case: _has_adapter(case, scaled=True)),
+        (recomputed_without_adapters, lambda case: _has_adapter(case) and _recomputes(case)),
+        (whole_factors_not_summed, lambda case: _has_adapter(case) and _shards_weights(case)),
+        (frozen_weights_decayed, lambda case: not case.trainable.is_everything),
     )
 }
 """By name: the defect, and which cases can show it at all."""

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.cost.parameters import is_decayed
-from sppo.cost.trainable import LORA_A, LORA_B, Trainable, is_factor
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import CROSS_ENTROPY
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.optim.adamw import STEP_KEY
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.optim.learning_rate import learning_rate
-from tests.engine.models import random_weights
-from tests.engine.reference import reference_logits, reference_loss, token_losses_of
+from tests.engine.models import autograd_step, random_weights
+from tests.engine.reference import merged, reference_logits, token_losses_of
 from tests.random_training.case import DTYPES, Case
 from tests.random_training.run_leg import Blocks, StepResult, places
 from tests.random_training.samples import samples_alone
@@ -45,11 +44,7 @@ def first_state(case: Case) -> State:
     """Random masters and frozen weights, zero moments."""
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
     model, trainable = case.model.config(), case.trainable
-    weights = random_weights(model, seed=case.seed, dtype=dtype)
-    generator = torch.Generator().manual_seed(case.seed)
-    for name, shape in trainable.factor_shapes(model, range(model.num_layers)).items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights[name] = (noise * shape[1] ** -0.5).to(dtype)
+    weights = random_weights(model, seed=case.seed, dtype=dtype, trainable=trainable)
     state = {MODEL_PREFIX + name: weight for name, weight in weights.items()}
     trained = {name: weight for name, weight in weights.items() if trainable.trains(name)}
     for moment in MOMENTS:
@@ -57,34 +52,14 @@ def first_state(case: Case) -> State:
     return state | {STEP_KEY: torch.tensor(0)}
 
 
-def _merged(weights: Mapping[str, Tensor], trainable: Trainable) -> dict[str, Tensor]:
-    """Weights of the model, to which the products of the factors are added."""
-    found = {name: weight for name, weight in weights.items() if not is_factor(name)}
-    for name in weights.keys() - found.keys():
-        projection, _, factor = name.rpartition(".")
-        if factor == LORA_B:
-            assert trainable.adapter is not None
-            change = weights[name] @ weights[f"{projection}.{LORA_A}"]
-            weight = found[f"{projection}.weight"]
-            found[f"{projection}.weight"] = weight + trainable.adapter.scale * change
-    return found
-
-
 def _autograd_step(
     case: Case, weights: Mapping[str, Tensor], sequences: Sequence[SequenceData]
 ) -> tuple[Tensor, State]:
     """The loss, and the gradients of what trains."""
-    trainable = case.trainable
-    leaves = {n: w.detach().clone().requires_grad_(trainable.trains(n)) for n, w in weights.items()}
-    merged = _merged(leaves, trainable)
-    loss = reference_loss(case.model.config(), merged, sequences, terms=case.terms)
-    loss.backward()
-    gradients = {
-        MODEL_PREFIX + name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        for name, leaf in leaves.items()
-        if leaf.requires_grad
-    }
-    return loss.detach(), gradients
+    loss, gradients = autograd_step(
+        case.model.config(), weights, sequences, terms=case.terms, trainable=case.trainable
+    )
+    return loss, {MODEL_PREFIX + name: gradient for name, gradient in gradients.items()}
 
 
 def step_faults(
@@ -110,9 +85,9 @@ def step_faults(
     found_losses = [rank.loss for rank in ranks]
     faults = list(_loss_faults(case, "loss", float(loss), found_losses, rounding=rounding))
     if case.legs[leg].evaluates:
+        base = merged(weights, case.trainable)
         for index, data in enumerate(sequences):
-            merged = _merged(weights, case.trainable)
-            faults += _label_faults(case, merged, index, data, ranks)
+            faults += _label_faults(case, base, index, data, ranks)
     bounds = _bounds(case, weights, sequences, gradients)
     faults += _gradient_faults(gradients, bounds, [rank.gradients for rank in ranks])
     faults += [

@@ -17,6 +17,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.state_tiers import StateTiers
+from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.data.order import SequenceOrder
 from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.sample_table import SampleTable, sample_table
@@ -77,7 +78,7 @@ def planned_samples(case: Case, leg: int, step: int) -> list[ReplicaStep]:
     for _ in range(first + step):
         consumed += len(data.step_samples(consumed))
     own = data.step_samples(consumed)
-    base = _base(how, case.model.config())
+    base = _base(how, case)
     cuts = boundaries_by_length(samples.longest, num_subsequences=how.slices)
     base = replace(base, lengths=lengths_of(cuts))
     planner = StepPlanner(base, alignment=1, tries_sizes=False)
@@ -151,7 +152,7 @@ def _partly_recomputed(
     return ActivationPlacement(retaining.retained - recomputed, retaining.offloaded, recomputed)
 
 
-def _base(leg: Leg, model: ModelConfig) -> Candidate:
+def _base(leg: Leg, case: Case) -> Candidate:
     """What the steps of a leg are planned for."""
     options: dict[str, Any] = {"policy": leg.policy}
     if leg.tier:
@@ -159,7 +160,8 @@ def _base(leg: Leg, model: ModelConfig) -> Candidate:
         options = {"policy": "offload_all"} if everything else {"offload_ratio": leg.ratio}
     kv = "offloaded" if leg.kv_offloaded else "recomputed" if leg.kv_recomputed else "retained"
     return base_candidate(
-        model,
+        case.model.config(),
+        trainable=case.trainable,
         degrees=(leg.dp, leg.pp, leg.sp),
         sequence_parallel=leg.sequence_parallel,
         schedule=leg.schedule,
@@ -168,7 +170,7 @@ def _base(leg: Leg, model: ModelConfig) -> Candidate:
         zero=leg.zero,
         kv=kv,
         state=StateTiers(
-            weights="host" if "weights" in leg.streams else "device",
+            weights="host" if {"weights", "frozen"} & {*leg.streams} else "device",
             gradients="host" if "gradients" in leg.streams else "device",
         ),
         **options,
@@ -233,6 +235,7 @@ def base_candidate(
     *,
     degrees: tuple[int, int, int] = (1, 1, 1),
     sequence_parallel: str = "ulysses",
+    trainable: Trainable = EVERYTHING,
     **options: Any,
 ) -> Candidate:
     """What a run of samples is planned for, on a machine with room for everything.
@@ -241,6 +244,7 @@ def base_candidate(
         model: the shape.
         degrees: dp, pp, sp.
         sequence_parallel: ulysses or megatron.
+        trainable: what trains.
         options: further attributes of the candidate.
     """
     data, pipeline, sequence = degrees
@@ -250,6 +254,7 @@ def base_candidate(
         dtype="fp32",
         sequence_parallel_degree=sequence,
         sequence_parallel=sequence_parallel,
+        trainable=trainable,
     )
     return Candidate(
         workload,
