@@ -239,17 +239,15 @@ class Dependencies:
             step: Difference of the slots of reader and maker.
 
         Returns:
-            Service, link and turn of each message; messages of absent results are left out.
+            Service, link and turn of each message.
         """
         schedule = self.schedule
         sends, receives, shards, shares = schedule.messages[send]
-        producers = schedule.at(code, sends[2], shards)
-        made = producers != schedule.never
-        producers, shares = producers[made], shares[made]
-        senders, _, slots, numbers, _ = sends[:, made]
+        senders, _, slots, numbers, _ = sends
+        producers = schedule.at(code, slots, shards)
         readers = self.inputs[schedule.at(code, slots + step)]
         self.implied.append(Edges.of(producers, readers))
-        pairs = senders * schedule.num_ranks + receives[0, made]
+        pairs = senders * schedule.num_ranks + receives[0]
         used, own = np.unique(pairs, return_inverse=True)
         links = [
             self._costs.links.link(pair // schedule.num_ranks, receiver=pair % schedule.num_ranks)

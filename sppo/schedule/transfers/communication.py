@@ -64,9 +64,8 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
     parts, when = [schedule.columns], [own]
     for made, send in ((Op.F, Op.SEND_ACT), (Op.B, Op.SEND_GRAD)):
         sends, receives, _, _ = schedule.messages[send]
-        at = turns[made, sends[2]]
-        parts += [messages[:, at < schedule.never] for messages in (sends, receives)]
-        when += [at[at < schedule.never]] * 2
+        parts += [sends, receives]
+        when += [turns[made, sends[2]]] * 2
     columns = np.hstack(parts)
     # Of one turn, messages come last.
     ties = columns[3] + schedule.never
