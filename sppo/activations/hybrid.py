@@ -179,7 +179,8 @@ class RankPlacer:
         row_bytes[:, :, ATTENTION] -= inputs.shared_input_bytes[:, None]
         held = self._tokens * row_bytes * inputs.in_flight[:, :, None]
         # Kernels are not equally fast for all lengths, which is no reason to favour some.
-        of_kinds = (seconds[:, :, LINEAR].sum(axis=1) / held[:, :, LINEAR].sum(axis=1))[:, None]
+        most = np.maximum(held[:, :, LINEAR].sum(axis=1), 1.0)  # 0 if a stage has no backward
+        of_kinds = (seconds[:, :, LINEAR].sum(axis=1) / most)[:, None]
         seconds[:, :, LINEAR] = of_kinds * held[:, :, LINEAR]
         value = np.full(held.shape, np.inf)
         np.divide(seconds, held, out=value, where=held > 0)

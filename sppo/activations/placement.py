@@ -104,8 +104,9 @@ def prefix_rows(
         allow_partial: Whether the last class may be cut, of all or of each subsequence.
 
     Returns:
-        Rows, [..., subsequences, 3].
+        Rows, [..., subsequences, 3]; none where a row has no bytes.
     """
+    rows = rows * (row_bytes > 0)
     whole_bytes = rows * row_bytes
     left = wanted[..., None] - (np.cumsum(whole_bytes, axis=-1) - whole_bytes)
     # With a tolerance, so that a whole class counts as whole in spite of rounding.

@@ -137,12 +137,17 @@ def _check_tier(inputs: PolicyInputs, asked: str) -> None:
 def _whole(
     inputs: PolicyInputs, *, offloaded: tuple[int, ...] = (), retained: tuple[int, ...] = ()
 ) -> ActivationPlacement:
-    """Return the placement of whole classes, equal on every stage; other classes are recomputed."""
+    """Return the placement of whole classes, equal on every stage; other classes are recomputed.
+
+    A stage that saves nothing, since it has no backward, counts as retaining everything.
+    """
     shape = len(inputs.row_bytes), len(inputs.tokens), len(CLASSES)
     tables = np.zeros((3, *shape), dtype=np.int64)
+    saves = inputs.row_bytes.any(axis=1)
+    tables[0, ~saves] = inputs.tokens[:, None]
     for index in range(len(CLASSES)):
         fate = 0 if index in retained else 1 if index in offloaded else 2
-        tables[fate, :, :, index] = inputs.tokens
+        tables[fate, saves, :, index] = inputs.tokens
     return ActivationPlacement(*tables)
 
 

@@ -176,9 +176,14 @@ class Candidate:
     @property
     def backward_layers(self) -> Table:
         """Number of layers of each stage that have a backward, [stages]."""
-        first = layers_without_backward(self.workload.model, self.workload.trainable)
-        counts = [len(range(max(first, own.start), own.stop)) for own in self.stages]
+        counts = [len(self.layers_with_backward(stage)) for stage in range(self.num_stages)]
         return np.array(counts, dtype=np.float64)
+
+    def layers_with_backward(self, stage: int) -> range:
+        """Return the layers of a stage that have a backward, which may be none."""
+        first = layers_without_backward(self.workload.model, self.workload.trainable)
+        own = self.stages[stage]
+        return range(min(max(first, own.start), own.stop), own.stop)
 
     @property
     def forward_only_stages(self) -> int:

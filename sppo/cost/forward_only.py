@@ -12,14 +12,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_tokens
 from sppo.cost.layer import ACCUMULATION_BYTES, head_parts, saving_seconds, summed
-from sppo.cost.live_sets.working_set import same_prefixes, working_sets
+from sppo.cost.live_sets.working_set import same_prefixes
 from sppo.cost.memory.messages import exchanged_bytes, sent_bytes, tokens_held
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
-from sppo.cost.memory.unit_working_sets import loss_bytes
+from sppo.cost.memory.unit_working_sets import loss_bytes, running_bytes
 from sppo.cost.sharding.weight_parts import rank_parts
 from sppo.cost.stage_cost import costs_without_activations
 from sppo.schedule.actions import ActionKind
@@ -65,7 +64,8 @@ def forward_memory(
     element, on_cpu = candidate.workload.element_bytes, _on_cpu(candidate)
     running, sent = _running_bytes(candidate), _sent_bytes(candidate)
     # Sequences pass a stage one after another, each with its own K and V.
-    of_stages = candidate.by_rank(kv_tokens(candidate)[0] * sum(candidate.lengths))
+    of_all_layers = kv_tokens(candidate)[0] + kv_tokens(candidate)[2]
+    of_stages = candidate.by_rank(of_all_layers * sum(candidate.lengths))
     interleaves = candidate.schedule in ("interleaved_1f1b", "interleaved_seq1f1b")
     kv_bytes = of_stages.sum(axis=0) if interleaves else of_stages.max(axis=0)
     found = []
@@ -123,15 +123,20 @@ def _sent_bytes(candidate: Candidate) -> Table:
 def _running_bytes(candidate: Candidate) -> Table:
     """Return the working set of the forward of each unit of a sequence, [stages, N]."""
     workload, degree = candidate.workload, candidate.workload.sequence_parallel_degree
-    nothing = frozenset((ATTENTION, LINEAR))
-    of_layers, of_loss = np.zeros((2, len(candidate.lengths)))
+    nothing: frozenset[int] = frozenset()
+    found = np.zeros((candidate.num_stages, len(candidate.lengths)))
     here = -(-np.array(candidate.lengths) // degree)
     prefixes = same_prefixes(workload, tokens=here * degree, prefixes=np.array(candidate.prefixes))
     for part, (tokens, prefix) in enumerate(zip(here.tolist(), prefixes.tolist(), strict=True)):
-        (_, of_layers[part]), _ = working_sets(
-            workload, tokens=tokens, prefix=prefix, recomputed=nothing, layers=1
-        )
-        of_loss[part] = loss_bytes(workload, tokens=tokens * degree)
-    found: Table = np.tile(of_layers, (candidate.num_stages, 1))
-    found[-1] = np.maximum(of_layers, of_loss)
+        for stage in range(candidate.num_stages):
+            found[stage, part], _ = running_bytes(
+                candidate,
+                tokens=tokens * degree,
+                prefix=prefix,
+                recomputed=nothing,
+                retained=nothing,
+                stage=stage,
+                layers=0,
+            )
+        found[-1, part] = max(found[-1, part], loss_bytes(workload, tokens=tokens * degree))
     return found

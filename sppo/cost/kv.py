@@ -36,10 +36,15 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
     return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
 
 
-def kv_tokens(candidate: Candidate) -> tuple[Table, Table]:
-    """Return the bytes of K and V, and of their gradients, of a token on each stage, [stages]."""
+def kv_tokens(candidate: Candidate) -> tuple[Table, Table, Table]:
+    """Return the bytes of K and V of a token on each stage, [stages] each.
+
+    Returns:
+        K and V of layers with a backward, their gradients, and K and V of layers without one.
+    """
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    return candidate.layer_counts * kv_bytes, candidate.backward_layers * gradient_bytes
+    layers, every = candidate.backward_layers, candidate.layer_counts
+    return layers * kv_bytes, layers * gradient_bytes, (every - layers) * kv_bytes
 
 
 def kv_offload_bytes(candidate: Candidate) -> Table:

@@ -65,7 +65,7 @@ from sppo.cost.sharding.weight_parts import (
     parameters_by_copies,
     streamed_weights,
 )
-from sppo.cost.trainable import LORA_A, LORA_B, layers_without_backward
+from sppo.cost.trainable import LORA_A, LORA_B
 from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
@@ -266,7 +266,7 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         workload.model, workload.trainable, label_share=workload.label_share
     )
     lengths = np.array(candidate.lengths * candidate.sequences)
-    kv_bytes, kv_gradient_bytes = (own[:, None] * lengths for own in kv_tokens(candidate))
+    kv_bytes, kv_gradient_bytes, passing = (own[:, None] * lengths for own in kv_tokens(candidate))
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
     return Costs(
         forward_s=seconds.forward + carried_down_s,
@@ -280,7 +280,7 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         kv_offload_bytes=_of_units(kv_offload_bytes(candidate), candidate.sequences),
         kv_recompute_s=_of_units(kv_recompute_seconds(candidate), candidate.sequences),
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
-        kv_bytes=kv_bytes,
+        kv_bytes=kv_bytes + passing,
         kv_gradient_bytes=kv_gradient_bytes,
         weight_bytes=lent * workload.element_bytes,
         weight_gradient_bytes=lent_trained * ACCUMULATION_BYTES,
@@ -290,7 +290,7 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         links=pipeline_links(candidate),
         copies=_engines(candidate, candidate.tier),
         state_copies=None if tier in ("device", candidate.tier) else _engines(candidate, tier),
-        layer_copies=tuple(_layer_copies(candidate, stage) for stage in candidate.stages),
+        layer_copies=tuple(_layer_copies(candidate, stage) for stage in range(stages)),
         unit_collectives_s=unit_collective_seconds(candidate)
         if candidate.zero == 2 and candidate.schedule == "sppo_msp"
         else (),
@@ -317,14 +317,13 @@ def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> 
     return result
 
 
-def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
+def _layer_copies(candidate: Candidate, stage: int) -> LayerCopies:
     """Return the flow of a stage's blocks: through slots to a disk, or directly to host memory.
 
     Layers without backward have no blocks; a stage without any block counts all of its layers.
     """
     workload = candidate.workload
-    first = layers_without_backward(workload.model, workload.trainable)
-    layers = range(max(first, layers.start), layers.stop) or layers
+    layers = candidate.layers_with_backward(stage) or candidate.stages[stage]
     row_bytes = tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     layout = BlockLayout(row_bytes, layers=layers)
     leaving = layout.staging_slots if candidate.tier == "disk" else MAX_BLOCKS_IN_FLIGHT_OUT

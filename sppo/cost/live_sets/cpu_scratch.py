@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
-from sppo.cost.parameters import layer_shapes
+from sppo.cost.parameters import parameter_kind
 from sppo.cost.tiles import product_rows
 from sppo.units import MIB
 
@@ -56,10 +56,17 @@ def product_bytes(s: TensorSizes, *, is_added: bool = False) -> int:
 
 
 def mlp_gradient_bytes(s: TensorSizes) -> int:
-    """Return the scratch of the weight and input gradients of the MLP."""
-    outputs, inputs = layer_shapes(s.model)["down.weight"]
-    to_input = product_bytes(s, is_added=s.model.gated)
-    return max(weight_gradient_bytes(s, outputs, inputs), to_input)
+    """Return the scratch of the weight and input gradients of the MLP.
+
+    The weight of the last product takes most, unless it is frozen.
+    """
+    trained = {
+        name: shape for name, shape in s.kind.trained_matrices if parameter_kind(name) == "mlp"
+    }
+    most = trained.get("down.weight")
+    shapes = [*trained.values()] if most is None else [most]
+    to_input = product_bytes(s, is_added=s.model.gated or bool(s.adapter_bytes("up")))
+    return max(to_input, *(weight_gradient_bytes(s, *shape) for shape in shapes), 0)
 
 
 def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:

@@ -30,6 +30,7 @@ from sppo.cost.live_sets.cpu_scratch import (
 )
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.tiles import tile_tokens
+from sppo.cost.trainable import trains_head
 
 
 def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[LiveSet]:
@@ -41,7 +42,8 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     to_save += outputs * (ATTENTION in s.retained)
     base = s.rotary_bytes + s.hidden_bytes * (X_IN not in s.retained) - to_save
     inputs = s.query_bytes + 2 * s.key_bytes
-    yield "projections", base + s.hidden_bytes + inputs + product_bytes(s)
+    projected = s.hidden_bytes + inputs + s.adapter_bytes("v") + product_bytes(s)
+    yield "projections", base + projected
     normed = s.query_bytes if s.model.qk_norm else 0
     turned = inputs + s.query_bytes + normed + tiles_bytes(s, 2, width=s.model.hidden_size)
     yield "rotation", base + turned
@@ -49,8 +51,10 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     for name, live in _attention(s).attention_forward(s):
         yield f"attention forward, {name}", base_attention + live
     base += queries + outputs + s.hidden_bytes  # x_mid
-    yield "MLP inputs", base + s.hidden_bytes + s.gates_bytes + product_bytes(s)
-    yield "MLP output", base + s.gates_bytes + s.mlp_bytes + s.hidden_bytes + product_bytes(s)
+    of_inputs = s.adapter_bytes("gate" if s.model.gated else "up") + product_bytes(s)
+    yield "MLP inputs", base + s.hidden_bytes + s.gates_bytes + of_inputs
+    of_output = s.hidden_bytes + s.adapter_bytes("down") + product_bytes(s)
+    yield "MLP output", base + s.gates_bytes + s.mlp_bytes + of_output
 
 
 def layer_backward(
@@ -78,12 +82,21 @@ def layer_backward(
     inner = s.hidden_bytes + s.mlp_bytes  # n2, dhidden
     inner += s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
     tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element_bytes // ACCUMULATION_BYTES
-    yield "activation backward", base + inner + tiles
-    yield "MLP backward", base + inner + s.hidden_bytes + mlp_gradient_bytes(s)  # dn2
+    down, up, gate = map(s.adapter_bytes, ("down", "up", "gate"))
+    yield "activation backward", base + inner + tiles + down
+    # With adapters, u and its gradient of each projection in turn.
+    yield "gradients of the output's factors", base + inner + 2 * down + mlp_gradient_bytes(s)
+    factors = gate + max(up, gate) if s.model.gated else up
+    yield "MLP backward", base + inner + s.hidden_bytes + factors + mlp_gradient_bytes(s)  # dn2
     freed = (s.gates_bytes + s.hidden_bytes) * (LINEAR in s.freed)
     base += s.hidden_bytes + s.query_bytes - freed  # dx_mid, do
     for name, live in _attention(s).attention_backward(s):
         yield f"attention backward, {name}", base + live
+    factors = s.adapter_bytes("q", "k", "v")
+    if factors:
+        # dq, dk and dv, of which dq takes the place of do, dn1, and one u beside all its gradients.
+        factors += max(map(s.adapter_bytes, ("q", "k", "v"))) + 2 * s.key_bytes + s.hidden_bytes
+        yield "gradients of the inputs' factors", base + factors + mlp_gradient_bytes(s)
 
 
 def loss(s: TensorSizes) -> Iterator[LiveSet]:
@@ -100,7 +113,9 @@ def loss(s: TensorSizes) -> Iterator[LiveSet]:
     # Output of the last layer, its norm, and on a CPU the norm's gradient.
     base = s.rotary_bytes + (3 if s.threads else 2) * s.hidden_bytes
     yield "logits", base + logits + tiles_bytes(s, 1, width=vocabulary) * s.is_half
-    yield "logit gradients", base + logits + weight_gradient_bytes(s, vocabulary, hidden)
+    trains = trains_head(s.model, s.workload.trainable)
+    scratch = weight_gradient_bytes(s, vocabulary, hidden) if trains else product_bytes(s)
+    yield "logit gradients", base + logits + scratch
     yield "final norm", base + s.hidden_bytes + tiles_bytes(s, 5, width=hidden)
 
 

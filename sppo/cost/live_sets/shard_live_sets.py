@@ -20,7 +20,7 @@ from math import prod
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.cpu_scratch import mlp_gradient_bytes, product_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
-from sppo.cost.parameters import layer_shapes
+from sppo.cost.trainable import LORA_A, LORA_B
 
 BORROWED_LAYERS = 2
 """Layers whose weights a borrower holds at once: one in use, and the next one being received."""
@@ -55,8 +55,7 @@ class ShardSizes:
 
     def weights_bytes(self, s: TensorSizes) -> int:
         """Return the bytes of borrowed weights."""
-        shapes = layer_shapes(s.model).values()
-        layer = sum(s.pooled(prod(shape) * s.element_bytes) for shape in shapes)
+        layer = sum(s.pooled(prod(shape) * s.element_bytes) for _, shape in s.kind.shapes)
         return self.borrowed_layers * layer
 
 
@@ -119,18 +118,21 @@ def _mlp_gradients(s: TensorSizes, *, is_owner: bool) -> int:
     for index, own in enumerate(mlp):
         sent = sum(mlp[max(0, index - MOST_GRADIENTS_SENT) : index])
         found.append(sent + (max(own, scratch) - scratch if is_owner else own))
-    return max(found)
+    return max(found, default=0)
 
 
 def _gradients(s: TensorSizes) -> tuple[Sequence[int], Sequence[int]]:
     """Return the bytes of gradients sent before the MLP's input gradient, and before attention's.
 
+    There are none of frozen parameters.
+
     Both are in the order in which backward computes them.
     """
-    shapes = layer_shapes(s.model)
+    shapes = dict(s.kind.trained_shapes)
 
     def of(*layers: str) -> tuple[int, ...]:
-        names = [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
+        parts = ("weight", "bias", LORA_B, LORA_A)
+        names = [f"{layer}.{part}" for layer in layers for part in parts]
         return tuple(
             s.pooled(prod(shapes[name]) * ACCUMULATION_BYTES) for name in names if name in shapes
         )

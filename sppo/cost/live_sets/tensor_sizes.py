@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
+from sppo.cost.layer_kinds import LayerKind, layer_kinds
+from sppo.cost.trainable import LORA_A
 
 LiveSet = tuple[str, int]
 """Name of a point of a pass, and bytes of the tensors that are live at this point."""
@@ -27,6 +29,7 @@ class TensorSizes:
         retained: Tensor classes whose saved tensors stay in memory of torch's allocator.
         defers: Whether weight halves of backwards are deferred and keep saved tensors as operands;
             otherwise retained classes are freed as soon as backward has used them.
+        kind: Adapters of the layer, and what trains in it; None for those of the last layer.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class TensorSizes:
         retained: frozenset[int] = frozenset(),
         *,
         defers: bool = False,
+        kind: LayerKind | None = None,
     ) -> None:
         model, device = workload.model, workload.hardware.device
         degree, element_bytes = workload.sequence_parallel_degree, workload.element_bytes
@@ -85,12 +89,26 @@ class TensorSizes:
         self.rotary_bytes = 2 * self.pooled(accumulation * model.head_dim // 2) * has_table
         """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
 
+        self.kind = kind or layer_kinds(model, workload.trainable)[-1]
+        """Adapters of the layer, and what trains in it."""
+        self._ranks = {
+            name.removesuffix(f".{LORA_A}"): rank
+            for name, (rank, _) in self.kind.recomputed_factors
+        }
+
     def pooled(self, size: int) -> int:
         """Return the bytes of a tensor on a CPU if the memory pool allocates it, else 0.
 
         The C heap holds smaller tensors (:mod:`sppo.cost.memory.process_growth`).
         """
         return size if not self.threads or size >= LEAST_POOLED_BYTES else 0
+
+    def adapter_bytes(self, *projections: str) -> int:
+        """Return the bytes of ``u = x A'``, or its gradient, of the projections with an adapter."""
+        is_megatron = self.workload.sequence_parallel == "megatron"
+        tokens = self.rows if is_megatron else self.tokens
+        ranks = (self._ranks.get(name, 0) for name in projections)
+        return sum(self.pooled(tokens * rank * self.element_bytes) for rank in ranks)
 
     def lse_bytes_of(self, rows: int) -> int:
         """Return the bytes of the lse of some rows in attention."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from sppo.activations.placement import Counts
 from sppo.cost.layer import Workload
+from sppo.cost.layer_kinds import LayerKind
 from sppo.cost.live_sets.attention_block_sizes import PREFIX_KEYS
 from sppo.cost.live_sets.gpu_attention_live_sets import CALL_ELEMENTS, SPAN_KEYS
 from sppo.cost.live_sets.layer_live_sets import layer_backward, layer_forward, loss
@@ -36,6 +37,7 @@ def working_sets(
     layers: int,
     defers: bool = False,
     shard: ShardSizes | None = None,
+    kind: LayerKind | None = None,
 ) -> tuple[LiveSet, LiveSet]:
     """Return the largest live set of a layer's forward, and of its backward.
 
@@ -49,8 +51,9 @@ def working_sets(
         layers: Layers of the stage.
         defers: Whether weight halves of backwards are deferred.
         shard: Sizes of the MSP shard that the tokens are; None for a whole subsequence.
+        kind: Adapters of the layer, and what trains in it; None for those of the last layer.
     """
-    sizes = TensorSizes(workload, tokens, prefix, retained, defers=defers)
+    sizes = TensorSizes(workload, tokens, prefix, retained, defers=defers, kind=kind)
     forward = layer_forward(sizes, recomputed=recomputed)
     backward = layer_backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
     if shard is not None:

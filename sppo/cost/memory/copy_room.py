@@ -59,12 +59,13 @@ def block_slots(candidate: Candidate, layout: BlockLayout) -> tuple[int, int, in
 
 def copy_slots(candidate: Candidate) -> tuple[Callable[[ActivationPlacement], float], ...]:
     """Return a function for each rank: the most bytes that copies of its stages' tensors need."""
-    layouts = {len(stage): place for place, stage in enumerate(candidate.stages)}
+    counts = candidate.backward_layers
+    layouts = {layers: stage for stage, layers in enumerate(counts.tolist())}
     slots = {
         layers: _copy_slots(candidate, block_layout(candidate, stage=stage))
         for layers, stage in layouts.items()
     }
-    most_layers = candidate.by_rank(candidate.layer_counts).max(axis=0)
+    most_layers = candidate.by_rank(counts).max(axis=0)
     return tuple(slots[layers] for layers in most_layers.tolist())
 
 
@@ -80,7 +81,8 @@ def _copy_slots(candidate: Candidate, shape: BlockLayout) -> Callable[[Activatio
     count, at_once = reserved + leaving, shape.taken_at_once(attention_saved=True)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     row_bytes = classes / workload.sequence_parallel_degree
-    padding_bytes, least_bytes = shape.most_padding_bytes, count * largest_kv_block(candidate)
+    padding_bytes = shape.most_padding_bytes
+    least_bytes = count * largest_kv_block(candidate) * bool(shape.layers)
     joined_bytes = longest * row_bytes.max()
     own_bytes = queries_bytes(shape, np.array(candidate.lengths)).max()
 
@@ -104,7 +106,7 @@ def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 def tier_padding_bytes(candidate: Candidate) -> Table:
     """Return the upper bound of bytes that alignment adds to offloaded tensors, [stages]."""
     each = block_layout(candidate, stage=0).most_padding_bytes
-    blocks = np.array([len(layers) * each for layers in candidate.stages])
+    blocks = candidate.backward_layers * each
     most = max(own.stop - own.start for own in candidate.distinct_sequences)
     padding: Table = (blocks * walk_of(candidate).sequences_held * most).astype(np.float64)
     return padding
@@ -139,8 +141,9 @@ def with_placement(
     slots, waiting, staging, blocks, joined = (
         candidate.by_rank(table).max(axis=0) for table in of_slots
     )
-    blocks = np.maximum(blocks, largest_kv_block(candidate))
-    leaving = waiting * (blocks + largest_kv_block(candidate))
+    kv_block = largest_kv_block(candidate) * (of_ranks(candidate, candidate.backward_layers) > 0)
+    blocks = np.maximum(blocks, kv_block)
+    leaving = waiting * (blocks + kv_block)
     buckets = {
         **at_peak,
         "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
@@ -176,7 +179,7 @@ def _stage_room(
     on_gpu = candidate.workload.hardware.device.kind == "cuda"
     return (
         *block_slots(candidate, layout),
-        int(blocks.max()),
+        int(blocks.max(initial=0)),
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
         max(int(blocks[own].sum()) for own in candidate.distinct_sequences),
     )

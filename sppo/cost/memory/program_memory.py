@@ -145,7 +145,7 @@ class _Program:
         for rank in range(self._schedule.num_ranks):
             own = [*tokens_held(self._schedule, rank=rank)]
             held[rank, : len(own)], freed[rank, : len(own)] = np.array(own).T
-        layers = np.array([len(stage) for stage in self._candidate.stages])[walk.stages]
+        layers = np.maximum(1, self._candidate.backward_layers)[walk.stages]
         saved = np.abs(walk.begins) * walk.of_actions(self._saved)
         above = self._tokens - freed * ~self._is_cut - saved / layers / self._row_bytes
         held += self._handed_out_tokens
@@ -160,7 +160,7 @@ class _Program:
         ranges, found = msp_ranges(self._schedule.msp_groups), []
         for rank, (held, block_bytes) in enumerate(zip(memory, blocks.tolist(), strict=True)):
             stages = {*walk.stages[rank, walk.is_forward[rank]].tolist()}
-            most_layers = max(stages, key=lambda stage: len(candidate.stages[stage]))
+            most_layers = max(stages, key=candidate.backward_layers.__getitem__)
             layout = block_layout(candidate, stage=most_layers)
             slots, waiting, staging = block_slots(candidate, layout)
             tokens = {*self._tokens[rank, walk.is_forward[rank]].tolist()}
@@ -202,7 +202,7 @@ class _Program:
                 (sizes,) = layouts[stage].blocks(
                     np.array([placed.offloaded]), attention_saved=np.array([placed.attention_saved])
                 )
-            largest[rank] = max(largest[rank], sizes.max())
+            largest[rank] = max(largest[rank], sizes.max(initial=0))
             extents[rank, stage, is_cut, walk.sequences[rank, at]] += sizes.sum()
         return largest, extents.max(axis=3).sum(axis=(1, 2))
 
@@ -243,10 +243,13 @@ class _Program:
         """Return the bytes of the working sets of a shard's forward and backward."""
         candidate, placed = self._candidate, self._placed(rank, at)
         action, part = int(self._walk.actions[rank, at]), int(self._walk.units[rank, at])
-        layers = len(candidate.stages[self._walk.stages[rank, at]])
+        stage = int(self._walk.stages[rank, at])
+        layers = int(candidate.backward_layers[stage])
         lengths = self._schedule.msp_groups[int(self._schedule.slots[action])].lengths
         prefix, unit = candidate.prefixes[part], candidate.lengths[part]
-        borrowed = 0 if self._is_own[rank, at] else min(BORROWED_LAYERS, layers)
+        borrowed = (
+            0 if self._is_own[rank, at] else min(BORROWED_LAYERS, len(candidate.stages[stage]))
+        )
         return running_bytes(
             candidate,
             tokens=placed.tokens,
@@ -255,6 +258,7 @@ class _Program:
             retained=frozenset(
                 index for index, rows in enumerate(placed.retained) if rows == placed.tokens
             ),
+            stage=stage,
             layers=min(layers, candidate.input_every),
             shard=ShardSizes(unit, prefix + unit, borrowed),
         )

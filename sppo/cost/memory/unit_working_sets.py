@@ -7,7 +7,7 @@ by rows; joined tensors are part of the working set, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from sppo.activations.tensor_classes import (
 )
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
+from sppo.cost.layer_kinds import LayerKind
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
 from sppo.cost.stage_cost import kinds_of_stages
@@ -47,7 +48,7 @@ def computing_bytes(
     firsts, kinds = kinds_of_stages(candidate, placement)
     computing = []
     for stage in firsts:
-        layers = len(candidate.stages[stage])
+        layers = int(candidate.backward_layers[stage])
         counted = min(layers, candidate.input_every) if beside_messages else layers
         forward, backward = _of_stage(candidate, placement, stage=stage, layers=counted)
         if candidate.workload.hardware.device.kind == "cuda" and not beside_messages:
@@ -80,6 +81,7 @@ def _of_stage(
             prefix=prefix,
             recomputed=_true(classes[: len(CLASSES)]),
             retained=_true(classes[len(CLASSES) :]),
+            stage=stage,
             layers=layers,
         )
         if candidate.is_last_stage(stage):
@@ -94,6 +96,7 @@ def running_bytes(
     prefix: int,
     recomputed: frozenset[int],
     retained: frozenset[int],
+    stage: int,
     layers: int,
     shard: ShardSizes | None = None,
 ) -> tuple[int, int]:
@@ -105,24 +108,45 @@ def running_bytes(
         prefix: Tokens of the sequence before the unit or the shard.
         recomputed: Tensor classes that backward recomputes.
         retained: Tensor classes of which every row is retained.
-        layers: Layers of the stage that count.
+        stage: Index of the stage.
+        layers: Layers of the stage that count, of those with a backward. If there are none, nothing
+            is saved, as in a forward whose tensors are all recomputed.
         shard: Sizes of the MSP shard; None for a whole unit.
     """
     every = candidate.input_every
-    (_, forward), (_, backward) = working_sets(
-        candidate.workload,
-        tokens=-(-tokens // candidate.workload.sequence_parallel_degree),
-        prefix=prefix,
-        recomputed=recomputed,
-        # Copies on a stack are in memory that is allocated all the time.
-        retained=frozenset() if candidate.keeps_a_stack else retained,
-        defers=candidate.schedule in DEFERRING_WEIGHTS,
-        input_every=every,
-        # Layers beyond those that share an input all have the same working set.
-        layers=min(layers, every + 1),
-        shard=shard,
-    )
+    if not layers:
+        recomputed, retained = frozenset((ATTENTION, LINEAR)), frozenset()
+    found = [
+        working_sets(
+            candidate.workload,
+            tokens=-(-tokens // candidate.workload.sequence_parallel_degree),
+            prefix=prefix,
+            recomputed=recomputed,
+            # Copies on a stack are in memory that is allocated all the time.
+            retained=frozenset() if candidate.keeps_a_stack else retained,
+            defers=candidate.schedule in DEFERRING_WEIGHTS,
+            input_every=every,
+            # Layers beyond those that share an input all have the same working set.
+            layers=min(layers, every + 1),
+            shard=shard,
+            kind=kind,
+        )
+        for kind in _kinds(candidate, stage=stage)
+    ]
+    forward, backward = (max(live for _, live in sets) for sets in zip(*found, strict=True))
     return forward, backward
+
+
+def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
+    """Return the kinds of layers of a stage that save tensors, or of all if none does.
+
+    None stands for the kind of all layers.
+    """
+    if candidate.workload.trainable.is_everything:
+        return (None,)
+    kinds = candidate.kinds_of_layers[stage]
+    saving = [kind for kind in kinds if kind.has_backward] or [*kinds]
+    return {kind._replace(window=None) for kind in saving}
 
 
 def loss_bytes(workload: Workload, *, tokens: int) -> int:
@@ -154,7 +178,7 @@ def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
     workload = candidate.workload
     return BlockLayout(
         tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes),
-        layers=candidate.stages[stage],
+        layers=candidate.layers_with_backward(stage),
         input_every=candidate.input_every,
         shard_count=workload.sequence_parallel_degree,
     )

@@ -1,7 +1,8 @@
 """Walk along the programs of pipeline ranks: what each rank holds while each of its actions runs.
 
 A rank holds saved tensors of a unit from its forward to the end of its backward, and K and V of a
-sequence from the first forward on the stage to the last backward there. Which actions begin and end
+sequence from the first forward on the stage to the last backward there. Layers without a backward
+save nothing, and need K and V of a sequence up to its last forward. Which actions begin and end
 what follows from the order of a rank's compute alone, so peaks are exact without simulation.
 """
 
@@ -46,7 +47,7 @@ class Walk:
         is_forward: Whether each action is a forward.
         is_backward: Whether each action is a backward.
         begins: 1 for forwards, from which on a unit is held, -1 for backwards, which end it, else
-            0; of a shard, its share of the unit.
+            0, as for forwards without a backward; of a shard, its share of the unit.
         defers: 1 for backwards whose weight half is deferred, -1 for weight halves, else 0.
         is_first_part: Whether each action runs the first subsequence of its sequence.
         is_last_part: Whether each action runs the last subsequence of its sequence.
@@ -70,7 +71,8 @@ class Walk:
         self._num_sequences, self._num_parts = schedule.num_sequences, before + behind + 1
         self.is_forward: Mask = codes == Op.F
         self.is_backward: Mask = codes == Op.B
-        held = self.is_forward.astype(np.float64) - self.is_backward
+        self._comes_back = self.is_forward & (self.stages >= schedule.forward_only_stages)
+        held = self._comes_back.astype(np.float64) - self.is_backward
         self.begins: Table = held * schedule.shares[self.actions]
         is_weight_half = codes == Op.W
         self.defers: Table = (
@@ -96,7 +98,7 @@ class Walk:
         left, back = (
             found[np.argsort(owners[found], kind="stable")]
             for found in (
-                np.flatnonzero(self.is_forward & self.is_last_part),
+                np.flatnonzero(self._comes_back & self.is_last_part),
                 np.flatnonzero(self.is_backward & self.is_last_part),
             )
         )
@@ -147,7 +149,7 @@ class Walk:
     def sequences_held(self) -> Counts:
         """Most sequences of which each stage holds units at once, [stages]."""
         ends = np.where(self.defers.any(), self.defers < 0, self.is_backward)
-        changes = self.is_first_part * (self.is_forward.astype(np.int64) - ends)
+        changes = self.is_first_part * (self._comes_back.astype(np.int64) - ends)
         turns = self.stages // len(self.stages)
         of_turns = [changes * (turns == turn) for turn in range(int(turns.max()) + 1)]
         most: Counts = np.concatenate([np.cumsum(own, axis=1).max(axis=1) for own in of_turns])
@@ -171,7 +173,8 @@ def kv_held(candidate: Candidate) -> tuple[Table, Table]:
 
     K and V of a sequence are held on a stage from the first forward of the sequence to its last
     backward there, except between forward and backward where they are offloaded or recomputed;
-    their gradients from the first backward to the last. Sequences of equal length leave the buffers
+    their gradients from the first backward to the last. K and V of layers without a backward are
+    held until the last forward. Sequences of equal length leave the buffers
     to each other, from step to step, so these are always as large as at their own peaks.
 
     Returns:
@@ -180,7 +183,7 @@ def kv_held(candidate: Candidate) -> tuple[Table, Table]:
     """
     walk = walk_of(candidate)
     tokens = np.array([*map(sum, candidate.sequence_lengths)], dtype=np.float64)[walk.sequences]
-    of_keys, of_gradients = (
+    of_keys, of_gradients, of_forward_only = (
         token_bytes[walk.stages] * tokens for token_bytes in kv_tokens(candidate)
     )
     placed = np.array(candidate.kv_of_stages)[walk.stages]
@@ -192,7 +195,7 @@ def kv_held(candidate: Candidate) -> tuple[Table, Table]:
     np.add.at(begins.ravel(), returns[is_offloaded], of_keys.ravel()[backs[is_offloaded]])
     ends = of_keys * (closes | (turns & (placed != "retained")))
     kv, gradients = (
-        _between(begins, ends),
+        _between(begins + of_forward_only * opens, ends + of_forward_only * turns),
         _between(of_gradients * comes_back, of_gradients * closes),
     )
     if candidate.packed:
@@ -248,6 +251,7 @@ def walk_of(candidate: Candidate) -> Walk:
         lengths=candidate.sequence_lengths[: _distinct_sequences(candidate)],
         num_virtual=candidate.virtual_stages,
         forwards_before_backward=candidate.forwards_before_backward,
+        forward_only_stages=candidate.forward_only_stages,
         packed=bool(candidate.packed),
     )
 

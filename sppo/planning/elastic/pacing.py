@@ -27,12 +27,14 @@ from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 def can_be_paced(candidate: Candidate) -> bool:
     """Return whether ranks may begin forwards later than the schedule of a candidate does.
 
-    False if ranks have several stages, or end one group of sequences before they begin the next.
+    False if ranks have several stages, or no backward, or end one group of sequences before they
+    begin the next.
     """
     return (
         bool(candidate.packed)
         and candidate.pipeline_parallel_degree > 1
         and candidate.virtual_stages == 1
+        and candidate.forward_only_stages == 0
         and candidate.schedule not in (LOOPED, "sppo_msp")
     )
 
@@ -59,7 +61,8 @@ def pace_forwards(
         return table[which].reshape(len(room), -1)
 
     tokens = np.array([sequence.tokens for sequence in candidate.packed])[walk.sequences]
-    keys, of_keys = (tokens * of_stages[walk.stages] for of_stages in kv_tokens(candidate))
+    keys, of_keys, passing = (tokens * of_stages[walk.stages] for of_stages in kv_tokens(candidate))
+    keys = keys + passing
     saved, (before, beside) = walk.of_actions(held), map(walk.of_actions, running)
     # Bytes that the forwards of a rank allocate, and those that its backwards free.
     taken = np.cumsum(of(is_forward, saved + keys * walk.is_first_part), axis=1)

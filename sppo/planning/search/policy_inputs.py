@@ -32,11 +32,14 @@ def policy_inputs(candidate: Candidate) -> PolicyInputs:
     seconds, states = stage_seconds(candidate), state_memory(candidate)
     count = len(candidate.lengths)
     tokens = np.array(candidate.lengths, dtype=np.int64)
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
-    exchange = layers[:, None] * exchange
-    forward = _following(candidate, seconds.forward[:, :count] - exchange)
-    backward = _following(candidate, (seconds.backward + seconds.weight)[:, :count] - exchange)
+    forward, backward = (
+        _following(candidate, passes[:, :count] - layers[:, None] * exchange)
+        for passes, layers in (
+            (seconds.forward, candidate.layer_counts),
+            (seconds.backward + seconds.weight, candidate.backward_layers),
+        )
+    )
     out, back = copy_bytes_per_s(candidate)
     offloads = _may_offload(candidate)
     tier_room = tier_room_bytes(candidate, states)
