@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from sppo.cost.trainable import Adapter, Trainable
 from sppo.engine.engine import Engine
 from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import COMPUTE_KINDS
@@ -92,6 +93,19 @@ def test_every_axis(shape, zero, sequence_parallel):
 
 
 CUTS = (0, 9, 14, 21, 30)
+
+
+@pytest.mark.parametrize("schedule", default_of([*SCHEDULES, "sppo_msp"], "seq1f1b", "looped_bfs"))
+@pytest.mark.parametrize("below", [1, *exhaustive(2, 4)])
+@pytest.mark.parametrize("order", ["rank", *exhaustive("communicator")])
+def test_stages_without_a_backward(schedule, below, order):
+    """Nothing trains in the first layers, of one for each stage."""
+    virtual = 2 if schedule.startswith(("interleaved", "looped")) else 1
+    layers = 3 * virtual
+    trainable = Trainable(Adapter(2, 0.5, layers=(min(below, layers - 1),)), only=())
+    cuts = WHOLE if schedule in WHOLE_SEQUENCES else {"cuts": CUTS, "other_cuts": CUTS}
+    one = case(GQA, layers, pp=3, virtual=virtual, schedule=schedule, trainable=trainable, **cuts)
+    assert faults_of(one, OrderedRanks(order)) == []
 
 
 @pytest.mark.parametrize(
