@@ -99,19 +99,11 @@ def ignored_flops(model: ModelConfig, tokens: int, trainable: Trainable = EVERYT
     return sum(head_flops(model, trainable)) * tokens
 
 
-def linear_flops(
-    model: ModelConfig, trainable: Trainable = EVERYTHING, *, label_share: float = 1.0
-) -> float:
-    """Return the FLOPs per token, forward and backward, of all products of layers and head.
-
-    Args:
-        model: Model configuration.
-        trainable: Parameters that train.
-        label_share: Share of the tokens whose label counts.
-    """
+def linear_flops(model: ModelConfig, trainable: Trainable = EVERYTHING) -> int:
+    """Return the FLOPs per token, forward and backward, of all products of layers and head."""
     kinds = kinds_of_model(model, trainable).items()
     layers = sum(sum(layer_flops(kind)) * count for kind, count in kinds)
-    return layers + sum(head_flops(model, trainable)) * label_share
+    return layers + sum(head_flops(model, trainable))
 
 
 def partition_costs(

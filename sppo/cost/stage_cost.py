@@ -383,22 +383,25 @@ def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
     Less :func:`ignored_flops` it is the numerator of ``hfu``. Recomputation counts, but not that of
     K and V.
     """
+    return candidate.sequences * int(sum(flops_of_parts(candidate, placement)))
+
+
+def flops_of_parts(candidate: Candidate, placement: ActivationPlacement) -> tuple[float, float]:
+    """Return the FLOPs of products and of attention in :func:`executed_flops` of one sequence."""
     workload, parts = candidate.workload, candidate.sample_parts
     model, lengths = workload.model, np.array(candidate.lengths, dtype=np.float64)
     spans = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
-    flops = linear_flops(model, workload.trainable) * float(lengths.sum())
+    products, attention = linear_flops(model, workload.trainable) * float(lengths.sum()), 0.0
     for stage, kinds in enumerate(candidate.kinds_of_layers):
         linear, again = (placement.recomputed[stage, :, name] for name in (LINEAR, ATTENTION))
         for kind, count in kinds.items():
             pairs = causal_pairs(*spans, window=kind.window).astype(np.float64)
-            attention = pair_flops(model) * parts.by_subsequence(pairs)
-            own = attention.sum()
+            passes = 1 + kind.has_backward * (FLASH_BACKWARD_RATIO + again / lengths)
+            attention += count * pair_flops(model) * float(parts.by_subsequence(pairs) @ passes)
             if kind.has_backward:
-                own += attention @ (FLASH_BACKWARD_RATIO + again / lengths)
-                own += recomputed_linear_flops(model, kind) * linear.sum()
-                own += 2 * elements(kind.recomputed_factors) * lengths.sum()
-            flops += count * float(own)
-    return candidate.sequences * int(flops)
+                products += count * recomputed_linear_flops(model, kind) * float(linear.sum())
+                products += count * 2 * elements(kind.recomputed_factors) * float(lengths.sum())
+    return products, attention
 
 
 def kinds_of_stages(

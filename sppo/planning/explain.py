@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.cost.flops import linear_flops
+from sppo.cost.flops import head_flops
 from sppo.cost.layer import PART_NAMES, Workload
 from sppo.cost.stage_cost import (
     copy_bytes_per_s,
-    executed_flops,
+    flops_of_parts,
     message_seconds,
     stage_parts,
     stage_seconds,
@@ -100,13 +100,11 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     products_s, attention_s = (
         sum(stage[part] for stage in stage_parts(candidate)) for part in ("products", "attention")
     )
-    # Products in all subsequences, and attention, whose backward also counts what it recomputes.
-    products, of_all_labels = (
-        sum(candidate.lengths) * linear_flops(workload.model, workload.trainable, label_share=share)
-        for share in (workload.label_share, 1.0)
-    )
+    # Attention's backward also counts what it recomputes.
     nothing = evaluated.placement._replace(recomputed=0 * evaluated.placement.recomputed)
-    attention = executed_flops(candidate, nothing) / candidate.sequences - of_all_labels
+    products, attention = flops_of_parts(candidate, nothing)
+    ignored = (1 - workload.label_share) * sum(candidate.lengths)
+    products -= ignored * sum(head_flops(workload.model, workload.trainable))
     degree, devices = workload.sequence_parallel_degree, evaluated.degrees.num_devices
     rates = {
         "matrix products": products / degree / products_s,

@@ -21,6 +21,8 @@ from sppo.cost.stage_cost import (
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
 from sppo.hardware.presets import PRESETS
+from sppo.planning.explain import rates_used
+from sppo.planning.search.evaluation import evaluate_candidate
 from tests.planning.cases import PERFECT, machine, run_config
 
 MODEL = run_config("llama-3.2-1b").model
@@ -196,3 +198,13 @@ def test_weights_stream_whole_and_gradients_if_they_train():
     factors = sum(64 * sum(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
     assert weights == 2 * (num_parameters(MODEL) + 3 * factors)
     assert gradients == 4 * 3 * factors
+
+
+@pytest.mark.parametrize("trainable", ADAPTERS.values(), ids=ADAPTERS.keys())
+def test_rates_are_the_peak_on_a_perfect_machine(trainable):
+    """The seconds of products and of attention have the FLOPs that are executed."""
+    products, attention, *_ = rates_used(
+        evaluate_candidate(way(trainable, hardware=PERFECT, policy="recompute"))
+    )
+    assert products.value == pytest.approx(PERFECT.device.bf16_flops_per_s)
+    assert attention.value == pytest.approx(PERFECT.device.bf16_flops_per_s)
