@@ -29,9 +29,16 @@ from sppo.cost.elementwise import Work, bytes_per_element, layer_work, saving_wo
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.layer_kinds import LayerKind, Shapes, elements
 from sppo.cost.packed_sequence import SampleParts
-from sppo.cost.parameters import Shape
 from sppo.cost.tiles import tile_tokens
-from sppo.cost.trainable import EVERYTHING, LORA_A, LORA_B, Trainable, is_factor, trains_head
+from sppo.cost.trainable import (
+    EVERYTHING,
+    LORA_A,
+    LORA_B,
+    Trainable,
+    is_factor,
+    is_whole_factor,
+    trains_head,
+)
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.rates import Floats, Product
 from sppo.schedule.costs import Table
@@ -367,26 +374,27 @@ def _attention_seconds(
 
 
 def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: Product) -> Table:
-    """Return the seconds of products with `tokens` rows, each matrix priced at its own width."""
+    """Return the seconds of products with `tokens` rows, each matrix priced at its own width.
+
+    A device that has a factor whole beside shards of weights (Megatron) multiplies all tokens.
+    """
     device, dtype = workload.hardware.device, workload.dtype
+    whole = workload.sequence_parallel_degree if workload.sequence_parallel == "megatron" else 1
+    priced = Counter(
+        (name.split(".")[1] if is_factor(name) else "", whole if is_whole_factor(name) else 1, size)
+        for name, size in matrices
+    )
     seconds = np.zeros_like(tokens)
-    for (factor, shape), count in Counter(map(_priced_by, matrices)).items():
-        rate = device.gemm_flops_per_s(
-            dtype, tokens=tokens, width=sqrt(prod(shape)), product=product
-        )
-        own = count * 2 * prod(shape) * tokens / rate
+    for (factor, copies, shape), count in priced.items():
+        rows = tokens * copies
+        rate = device.gemm_flops_per_s(dtype, tokens=rows, width=sqrt(prod(shape)), product=product)
+        own = count * 2 * prod(shape) * rows / rate
         if factor:
             passes = 2 if (factor, product) in _READS_AND_WRITES else 1
-            moved = count * passes * max(shape) * tokens * workload.element_bytes
+            moved = count * passes * max(shape) * rows * workload.element_bytes
             own = np.maximum(own, moved / device.memory_bytes_per_s)
         seconds += own
     return seconds
-
-
-def _priced_by(matrix: tuple[str, Shape]) -> tuple[str, Shape]:
-    """Return what the time of a product depends on: whether it is a factor A or B, and shape."""
-    name, shape = matrix
-    return name.split(".")[-1] * is_factor(name), shape
 
 
 def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:

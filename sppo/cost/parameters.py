@@ -15,6 +15,13 @@ from sppo.config.model import ModelConfig
 
 Shape = tuple[int, ...]
 
+KEYS = ("k", "v")
+"""Projections that Megatron shards by key/value heads, of which there may be fewer than devices."""
+ROWS = ("q", *KEYS, "gate", "up")
+COLUMNS = ("o", "down")
+"""Projections that Megatron shards by columns; one device holds the bias, which is added to the
+group's sum. `ROWS` are sharded by rows, including their biases."""
+
 _KINDS = {
     **dict.fromkeys(("embed", "positions"), "embed"),
     **dict.fromkeys(("gate", "up", "down"), "mlp"),

@@ -19,7 +19,14 @@ from sppo.config.adapter import TARGETS, AdapterConfig
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.parameter_groups import matches_none
-from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, parameter_shapes, stage_shapes
+from sppo.cost.parameters import (
+    COLUMNS,
+    Shape,
+    layer_shapes,
+    outer_shapes,
+    parameter_shapes,
+    stage_shapes,
+)
 from sppo.units import format_count
 
 LORA_A, LORA_B = "lora_a", "lora_b"
@@ -124,6 +131,17 @@ EVERYTHING = Trainable()
 def is_factor(name: str) -> bool:
     """Return whether a parameter is a factor of an adapter."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+
+
+def is_whole_factor(name: str) -> bool:
+    """Return whether every device of a group that shards a layer (Megatron) has a factor whole.
+
+    One side of a factor is as wide as the rank. The other one is sharded as that of its weight is:
+    the rows of B beside a weight that is sharded by rows, the columns of A beside one by columns.
+    """
+    target, _, factor = name.rpartition(".")
+    whole = LORA_B if target.rpartition(".")[-1] in COLUMNS else LORA_A
+    return factor == whole
 
 
 @lru_cache(maxsize=256)

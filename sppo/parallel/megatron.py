@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, outer_shapes
+from sppo.cost.parameters import COLUMNS, KEYS, ROWS, Shape, outer_shapes
 from sppo.cost.sharding.heads import tensor_shard
-from sppo.cost.sharding.weight_parts import COLUMNS, KEYS, ROWS
-from sppo.cost.trainable import EVERYTHING, LORA_A, LORA_B, Trainable
+from sppo.cost.trainable import EVERYTHING, Trainable, is_whole_factor
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.mesh import ReplicaGroup
 
@@ -159,10 +158,10 @@ class MegatronSequenceParallel:
 
 def _sharded_dimension(name: str) -> int | None:
     """Return the dimension along which a parameter is sharded; None if ranks hold it whole."""
-    part, kind = _part(name), name.rsplit(".", 1)[-1]
-    if part in ROWS and kind != LORA_A:
-        return 0
-    return 1 if part in COLUMNS and kind not in ("bias", LORA_B) else None
+    if is_whole_factor(name) or _is_added_once(name):
+        return None
+    part = _part(name)
+    return 0 if part in ROWS else 1 if part in COLUMNS else None
 
 
 def _is_added_once(name: str) -> bool:

@@ -208,3 +208,15 @@ def test_rates_are_the_peak_on_a_perfect_machine(trainable):
     )
     assert products.value == pytest.approx(PERFECT.device.bf16_flops_per_s)
     assert attention.value == pytest.approx(PERFECT.device.bf16_flops_per_s)
+
+
+@pytest.mark.parametrize("targets", [("q", "up"), ("o", "down")])
+def test_every_device_of_megatron_multiplies_all_tokens_with_whole_factors(targets):
+    """A beside weights that are sharded by rows, and B beside those by columns."""
+    links = {"intra_node_bytes_per_s": 1e30, "intra_node_latency_s": 0.0}
+    alone = way(Trainable(Adapter(16, 1.0, targets), ()), hardware=machine(PERFECT, **links))
+    four = replace(alone.workload, sequence_parallel_degree=4, sequence_parallel="megatron")
+    own, one = (stage_seconds(each).weight.sum() for each in (replace(alone, workload=four), alone))
+    # Of both targets together, the whole factors have 2 E columns or rows, the others E + F.
+    whole, sharded = 2 * MODEL.hidden_size, MODEL.hidden_size + MODEL.mlp_size
+    assert 4 * own / one == pytest.approx((4 * whole + sharded) / (whole + sharded))

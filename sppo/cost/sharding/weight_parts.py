@@ -21,18 +21,11 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import LayerKind, Shapes, count_kinds, elements
-from sppo.cost.parameters import outer_parts
-from sppo.cost.trainable import LORA_A, LORA_B, trains_head
+from sppo.cost.parameters import COLUMNS, KEYS, ROWS, outer_parts
+from sppo.cost.trainable import is_whole_factor, trains_head
 from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import Table
 
-KEYS = ("k", "v")
-"""Linear layers sharded by key/value heads, of which there may be fewer than devices."""
-ROWS = ("q", *KEYS, "gate", "up")
-COLUMNS = ("o", "down")
-"""Linear layers sharded by columns; one device holds the bias, which is added to the group's sum.
-
-`ROWS` are sharded by rows, including their biases."""
 ElementsByCopies = Mapping[int, float]
 """Elements on one device, by the number of devices of its group that hold the same elements."""
 
@@ -117,11 +110,9 @@ def layer_by_copies(workload: Workload, shapes: Shapes) -> ElementsByCopies:
         return {degree: float(elements(shapes))} if shapes else {}
     found: dict[int, float] = {}
     for name, shape in shapes:
-        part, own = name.split(".")
-        copies = 1 if part in (*ROWS, *COLUMNS) else degree
-        if own == (LORA_B if part in COLUMNS else LORA_A):  # not sharded: r elements wide
-            copies = degree
-        elif part in KEYS:
+        part = name.split(".")[0]
+        copies = 1 if part in (*ROWS, *COLUMNS) and not is_whole_factor(name) else degree
+        if part in KEYS and not is_whole_factor(name):
             copies = max(1, degree // model.kv_heads)
         is_whole = part in COLUMNS and name.endswith(".bias")
         held = float(prod(shape)) if is_whole else prod(shape) * copies / degree
