@@ -23,7 +23,7 @@ from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import rates_used
 from sppo.planning.search.evaluation import evaluate_candidate
-from tests.planning.cases import PERFECT, machine, run_config
+from tests.planning.cases import PERFECT, machine, run_config, solved
 
 MODEL = run_config("llama-3.2-1b").model
 LENGTHS = (4096, 3000, 1096)
@@ -220,3 +220,23 @@ def test_every_device_of_megatron_multiplies_all_tokens_with_whole_factors(targe
     # Of both targets together, the whole factors have 2 E columns or rows, the others E + F.
     whole, sharded = 2 * MODEL.hidden_size, MODEL.hidden_size + MODEL.mlp_size
     assert 4 * own / one == pytest.approx((4 * whole + sharded) / (whole + sharded))
+
+
+def test_a_solver_puts_off_weight_halves_of_full_training_alone():
+    """Adapters have next to none, so zero-bubble orders have nothing to fill bubbles with."""
+    degrees = {"pipeline_parallel_degree": 4, "sequence_parallel_degree": 1, "virtual_stages": 1}
+    full, adapted = (
+        solved(
+            run_config(
+                "llama-3.2-1b",
+                length=16384,
+                train={"sequences_per_step": 2},
+                parallel={**degrees, "multiplexed": "off"},
+                hardware={"preset": "h100", "devices_per_node": 4},
+                adapter=adapter,
+            )
+        ).best
+        for adapter in (None, {"rank": 16})
+    )
+    assert (full.candidate.schedule, adapted.candidate.schedule) == ("seq_zb_h1", "sppo")
+    assert adapted.step_s < 0.9 * full.step_s
