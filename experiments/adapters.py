@@ -1,7 +1,7 @@
 """Plan training with and without adapters on few GPUs: what fits, how fast, on how many devices.
 
-Runs ``sppo solve`` on presets for every cell, with analytic rates and a simulated step; nothing is
-trained. The table is printed in Markdown.
+Every cell is what ``sppo solve`` answers on presets, with analytic rates and a simulated step;
+nothing is trained. The table is printed in Markdown.
 
     python -m experiments.adapters --output docs/results/planned_adapters.json
 """
@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from experiments import harness, long_sequences
+from experiments import harness
+from sppo.cli.solution.candidate import choices_json
+from sppo.config import load_run
+from sppo.hardware.run_hardware import run_hardware
+from sppo.planning.make_plan import predict
+from sppo.planning.search.solver import solve
 from sppo.units import format_bytes, format_duration
 
 MODELS = {"llama-3.1-8b": "Llama-3.1-8B", "llama-3.1-70b": "Llama-3.1-70B"}
@@ -31,8 +36,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Plan every cell, then print and write the results."""
-    parser = harness.parser(__doc__)
-    options = parser.parse_args()
+    options = harness.parser(__doc__).parse_args()
     rows = []
     for model, length, change in product(MODELS, LENGTHS, TRAINED):
         rows.append(row(model, length, change, DEVICES))
@@ -57,9 +61,8 @@ def row(model: str, length: str, change: str, devices: Sequence[int]) -> Row:
             f"hardware.devices_per_node={count}",
             f"hardware.host_memory={_HOST_GIB * count}GiB",
         ]
-        request = [_RUN, *machine, *words]
-        command = shlex.join(["sppo", "solve", *request])
-        plans.append({"devices": count, "command": command, **long_sequences.solve(request)})
+        command = shlex.join(["sppo", "solve", _RUN, *machine, *words])
+        plans.append({"devices": count, "command": command, **plan([*machine, *words])})
     fitting = [plan["devices"] for plan in plans if plan["feasible"]]
     return {
         "model": MODELS.get(model, model),
@@ -68,6 +71,26 @@ def row(model: str, length: str, change: str, devices: Sequence[int]) -> Row:
         "words": words,
         "fewest_devices": min(fitting, default=None),
         "plans": plans,
+    }
+
+
+def plan(words: Sequence[str]) -> Mapping[str, Any]:
+    """Return the figures of the best plan of a request, or why nothing fits."""
+    run = load_run(harness.ROOT / _RUN, words)
+    solution = solve(run, hardware=run_hardware(run))
+    best, nearest = solution.best, solution.nearest if solution.best is None else None
+    if best is None:
+        return {"feasible": False, "reason": None if nearest is None else nearest.reason}
+    predicted = predict(best)
+    return {
+        "feasible": True,
+        "step_s": predicted.step_s,
+        "mfu": predicted.mfu,
+        "device_peak_bytes": predicted.device_peak_bytes,
+        "node_host_peak_bytes": best.node_host_bytes,
+        **best.degrees.by_name,
+        "virtual_stages": best.candidate.virtual_stages,
+        **choices_json(best),
     }
 
 
