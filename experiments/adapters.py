@@ -81,7 +81,8 @@ def plan(words: Sequence[str]) -> Mapping[str, Any]:
     best, nearest = solution.best, solution.nearest if solution.best is None else None
     if best is None:
         return {"feasible": False, "reason": None if nearest is None else nearest.reason}
-    predicted = predict(best)
+    predicted, choices = predict(best), choices_json(best)
+    del choices["subsequence_lengths"]  # N of them, which the command prints
     return {
         "feasible": True,
         "step_s": predicted.step_s,
@@ -90,7 +91,7 @@ def plan(words: Sequence[str]) -> Mapping[str, Any]:
         "node_host_peak_bytes": best.node_host_bytes,
         **best.degrees.by_name,
         "virtual_stages": best.candidate.virtual_stages,
-        **choices_json(best),
+        **choices,
     }
 
 
