@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -14,6 +14,7 @@ from sppo.checkpoint.newest import check_any
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.export_extras import chosen_extras, provenance_readme, run_extras
 from sppo.cli.printing import Screen, Unbroken, emit
 from sppo.config.huggingface.model_config import (
     hf_config,
@@ -23,12 +24,15 @@ from sppo.config.huggingface.model_config import (
 )
 from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of
-from sppo.data.trained_tokenizer import template_change, trained_tokenizer, with_trained
-from sppo.model.hf_extras import Extras, read_extras
+from sppo.config.start_model import CONTEXT_KEYS, model_of_start
+from sppo.cost.trainable import trainable_of_sections
+from sppo.model.hf_extras import BESIDE_ADAPTER, GENERATION_FILE, Extras, read_extras
 from sppo.model.hf_files import check_headers
 from sppo.output_file import check_unused_directory
 from sppo.units import counted, format_bytes, format_count, parse_size
-from sppo.version import __version__
+
+if TYPE_CHECKING:
+    from sppo.model.hf_writing import SavedWeights
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -47,6 +51,19 @@ ShardSize = Annotated[
 ]
 
 
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="DIR",
+        help="Take the tokenizer and what belongs to it from DIR."
+        " [default: that of the run's tokens, and of its model.from_hf]",
+        show_default=False,
+    ),
+]
+_UNPUBLISHED = "the weights that the run started from, which are in no directory of a model"
+
+
 @app.command("from-hf")
 def from_hf(
     source: Annotated[
@@ -58,6 +75,15 @@ def from_hf(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="New directory.")],
     dtype: Dtype = StoredType.KEEP,
     max_shard_size: ShardSize = "5GiB",
+    rope_scaling_of: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Write config.json with the rotary positions of a run, for its adapter."
+            " [default: those of SRC]",
+            show_default=False,
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Check a published model tensor by tensor and write a copy in the same standard layout.
@@ -66,12 +92,17 @@ def from_hf(
     the same way. If SRC mixes types, DST has the narrowest type that holds all of them exactly.
 
         sppo convert from-hf downloads/Qwen3-0.6B models/qwen3-0.6b
+        sppo convert from-hf models/qwen3-0.6b models/stretched --rope-scaling-of runs/lora
     """
     with exit_codes():
         check_unused_directory(destination)
         max_shard_bytes = parse_size(max_shard_size)
         config = read_config(source)
-        model = _model(model_fields(config), source=source)
+        fields = model_fields(config)
+        if rope_scaling_of is not None:
+            theirs = model_of_start(str(rope_scaling_of), output=None)
+            fields |= {key: theirs[key] for key in CONTEXT_KEYS}
+        model = _model(fields, source=source)
         check_headers(source, model)
         from sppo.model.hf_reading import open_hf_weights
         from sppo.model.hf_writing import DTYPES
@@ -94,20 +125,13 @@ def to_hf(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="New directory.")],
     dtype: Dtype = StoredType.KEEP,
     max_shard_size: ShardSize = "5GiB",
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Take the tokenizer and what belongs to it from DIR."
-            " [default: that of the run's tokens, and of its model.from_hf]",
-            show_default=False,
-        ),
-    ] = None,
+    tokenizer: TokenizerOption = None,
     json_output: Json = False,
 ) -> None:
     """Write the trained weights of a run as a model that transformers and similar programs load.
 
-    The stored type is train.dtype of the run unless --dtype names another. Tokenizer and chat
+    An adapter is merged: its change of a weight is added in fp32, and the sum is rounded once. The
+    stored type is train.dtype of the run unless --dtype names another. Tokenizer and chat
     template are those that the run's tokens were prepared with; what else programs need to generate
     text, such as generation_config.json, comes from the model that the run started from. What is
     missing is said, and whether the template differs from that model's.
@@ -118,28 +142,30 @@ def to_hf(
     with exit_codes():
         check_unused_directory(destination)
         max_shard_bytes = parse_size(max_shard_size)
-        chosen = None if tokenizer is None else _chosen_extras(tokenizer)
+        chosen = None if tokenizer is None else chosen_extras(tokenizer)
         check_any(source)
         from sppo.checkpoint.checkpoint import read_weights
+        from sppo.model.hf_writing import DTYPES
+        from sppo.model.merged_weights import MergedWeights
+        from sppo.training.base_weights import checked_start
+        from sppo.training.starting_weights import checkpoint_weights
 
-        checkpoint, weights = read_weights(source)
+        checkpoint, saved = read_weights(source)
         metadata = checkpoint.metadata
         fields, trained_as = _trained(metadata, source=source)
-        extras, reason = chosen or _run_extras(fields.get("from_hf"))
-        template = None
-        directories = [] if chosen else _token_directories(metadata)
-        if trained := trained_tokenizer(directories):
-            template = template_change(extras, trained)
-            extras = with_trained(extras, trained)
-        elif gone := next((path for path in directories if not path.exists()), None):
-            template = f"that of the base, if it has one: {gone}, the run's tokens, is not there"
-        model = _model(fields, source=source)
         kind = trained_as if dtype is StoredType.KEEP else dtype.value
-        readme = _provenance(metadata, source=source)
+        checked_start(checkpoint)
+        model = _model(fields, source=source)
+        weights = MergedWeights(
+            checkpoint_weights(checkpoint, saved),
+            trainable_of_sections(metadata["config"] | {"model": fields}).adapter,
+            rounded_to=DTYPES[kind],
+        )
+        extras, told = run_extras(metadata, chosen)
+        readme = provenance_readme(metadata, source=source)
         values = _write(destination, weights, model, kind, max_shard_bytes, extras, readme=readme)
-    values |= {"source": str(source), "step": metadata.get("step")}
-    values["missing"] = dict.fromkeys(extras.missing, reason)
-    values["chat_template"] = template
+    values |= {"source": str(source), "step": metadata.get("step"), **told}
+    values["lost_change"] = weights.lost._asdict() if weights.lost.name else None
     emit(lambda: values, lambda: _screen(values), as_json=json_output)
     if extras.endless:
         typer.echo(
@@ -147,6 +173,70 @@ def to_hf(
             "never stop generating; --tokenizer DIR takes it from another model",
             err=True,
         )
+
+
+@app.command("to-peft")
+def to_peft(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A run's output directory, or one checkpoint in it."),
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="New directory.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Copy of the model beside the adapter that programs will load with it."
+            " [default: the run's model.from_hf]",
+            show_default=False,
+        ),
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    json_output: Json = False,
+) -> None:
+    """Write the adapter of a run as PEFT does, for vLLM, transformers and similar programs.
+
+    All tensors are written in fp32 and read back. Tokenizer and chat template are added as by
+    to-hf. adapter.from_peft in a run file reads such a directory.
+
+        sppo convert to-peft runs/lora adapters/lora
+    """
+    with exit_codes():
+        check_unused_directory(destination)
+        chosen = None if tokenizer is None else chosen_extras(tokenizer)
+        check_any(source)
+        from sppo.checkpoint.checkpoint import read_weights
+        from sppo.model.peft_weights import save_adapter
+        from sppo.training.adapter_export import base_of_adapter
+        from sppo.training.base_weights import check_is_base, run_of, start_of
+
+        checkpoint, weights = read_weights(source)
+        metadata = checkpoint.metadata
+        if metadata.get("config", {}).get("adapter") is None:
+            raise ValueError(
+                f"{source} was trained without an adapter: sppo convert to-hf writes its weights"
+            )
+        run = run_of(checkpoint)
+        assert run.adapter is not None, "checked above"
+        start = start_of(checkpoint)
+        if base is not None and start is None:
+            check_is_base(base, checkpoint)
+        name = base_of_adapter(run, start, given=None if base is None else str(base))
+        extras, told = run_extras(metadata, chosen)
+        files = {n: content for n, content in extras.files.items() if n != GENERATION_FILE}
+        saved = save_adapter(
+            destination,
+            weights,
+            run.model,
+            run.adapter,
+            base=name,
+            extra_files=files,
+            readme=provenance_readme(metadata, source=source),
+        )
+    values = _written(destination, f"adapter of rank {run.adapter.rank}", "fp32", saved, files)
+    told["missing"] = {n: why for n, why in told["missing"].items() if n in BESIDE_ADAPTER}
+    values |= {"source": str(source), "step": metadata.get("step"), "base": name, **told}
+    emit(lambda: values, lambda: _screen(values), as_json=json_output)
 
 
 def _write(
@@ -172,14 +262,22 @@ def _write(
         extra_files=extras.files,
         readme=readme,
     )
+    family = hf_config(model, dtype=dtype)["model_type"]
+    return _written(destination, family, dtype, saved, extras.files)
+
+
+def _written(
+    destination: Path, family: str, dtype: str, saved: SavedWeights, copied: Iterable[str]
+) -> dict[str, Any]:
+    """Return what was written as JSON values."""
     return {
         "destination": str(destination),
-        "family": hf_config(model, dtype=dtype)["model_type"],
+        "family": family,
         "dtype": dtype,
         "num_parameters": saved.num_parameters,
         "total_bytes": saved.total_bytes,
         "files": list(saved.files),
-        "copied": list(extras.files),
+        "copied": list(copied),
     }
 
 
@@ -212,56 +310,6 @@ def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any],
         raise ValueError(f"{source} does not say which run wrote it; is it a checkpoint?") from None
 
 
-def _provenance(metadata: dict[str, Any], *, source: Path) -> str:
-    """Return a README on the runs that a run started from, one after another; "" if from none."""
-    start = metadata.get("start")
-    if not isinstance(start, dict):
-        return ""
-    lines = [
-        f"# {source.name}",
-        f"Trained by SPPO {__version__}: step {metadata['step']} of {source}.",
-    ]
-    while isinstance(start, dict):
-        lines.append(
-            f"Started from step {start['step']} of another run: {start['path']} (SHA-256 of its "
-            f"manifest: {start['digest']})."
-        )
-        start = start.get("start")
-    return "\n\n".join(lines) + "\n"
-
-
-def _token_directories(metadata: dict[str, Any]) -> list[Path]:
-    """Return the token data of the run that wrote a checkpoint, of each source."""
-    data = metadata["config"].get("data", {})
-    sources = data.get("sources") or {"": data}
-    return [Path(source["tokens"]) for source in sources.values() if source.get("tokens")]
-
-
-def _chosen_extras(directory: Path) -> tuple[Extras, str]:
-    """Return the extras in a given directory, and where those that are missing are missing.
-
-    Raises:
-        ValueError: The directory cannot be read, or holds no tokenizer.
-    """
-    found = read_extras(directory)
-    if "tokenizer" in found.missing:
-        raise ValueError(f"--tokenizer {directory} holds no tokenizer files")
-    return found, f"none in {directory}"
-
-
-def _run_extras(from_hf: str | None) -> tuple[Extras, str]:
-    """Return the extras of the model that a run started from, and why some are missing.
-
-    A directory that is gone or damaged by now stops no export.
-    """
-    if from_hf is None:
-        return Extras(), "the run started from random weights"
-    try:
-        return read_extras(Path(from_hf)), f"none in model.from_hf, {from_hf}"
-    except (OSError, ValueError) as error:
-        return Extras(), f"model.from_hf: {error}"
-
-
 def _screen(values: dict[str, Any]) -> Screen:
     """Yield what was written, taken along, missing and ignored."""
     step = f" after step {values['step']}" if values.get("step") is not None else ""
@@ -270,6 +318,11 @@ def _screen(values: dict[str, Any]) -> Screen:
         f"{format_count(values['num_parameters'])} parameters in {values['dtype']}, "
         f"{format_bytes(values['total_bytes'])} in {counted(len(values['files']), 'file')}"
     )
+    if values.get("lost_change"):
+        name, share = values["lost_change"].values()
+        yield Unbroken(f"merged: rounding loses {share:.2g} of the change of {name}, the most")
+    if "base" in values:
+        yield Unbroken(f"base: {values['base'] or _UNPUBLISHED}")
     if values["copied"]:
         yield f"copied: {', '.join(values['copied'])}"
     if values.get("chat_template"):

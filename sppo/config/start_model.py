@@ -16,7 +16,7 @@ from sppo.quoting import quoted
 CONFIG_FILE = "run.json"
 """File in the output directory of a run with its configuration."""
 
-_MAY_DIFFER = ("rope_theta", "rope_scaling", "max_positions")
+CONTEXT_KEYS = ("rope_theta", "rope_scaling", "max_positions")
 """Keys of the model that may differ from those of the other run: they stretch the context, and
 leave the shapes of all weights."""
 
@@ -76,7 +76,7 @@ def changed_shape(model: ModelConfig, base: Mapping[str, Any], *, run: str) -> I
     """
     ours = model.model_dump(mode="json")
     learned = model.position == "learned"
-    may_differ = _MAY_DIFFER[: -1 if learned else None]
+    may_differ = CONTEXT_KEYS[: -1 if learned else None]
     for key, value in ours.items():
         if value != base.get(key) and key not in may_differ:
             yield Problem(

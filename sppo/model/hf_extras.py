@@ -16,7 +16,10 @@ from sppo.quoting import quoted
 
 _END = "eos_token_id"
 _TOKEN_IDS = ("bos_token_id", _END, "pad_token_id")
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG, GENERATION_FILE = "config.json", "generation_config.json"
+_TOKENIZER, _TEMPLATE = "tokenizer", "chat template"
+BESIDE_ADAPTER = (_TOKENIZER, _TEMPLATE)
+"""Names of the extras that belong beside an adapter; the others are those of its base."""
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
 _VOCABULARIES = (
     "tokenizer.json",
@@ -32,7 +35,7 @@ _COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.*",
-    _GENERATION,
+    GENERATION_FILE,
 )
 
 
@@ -44,7 +47,7 @@ class Extras:
     """Contents of the files of the tokenizer, chat template and generation_config.json by name."""
     token_ids: Mapping[str, Any] = field(default_factory=dict)
     """Ids of special tokens by key, e.g. ``eos_token_id``; a list if several do the same."""
-    missing: tuple[str, ...] = ("tokenizer", "chat template", _GENERATION, *_TOKEN_IDS)
+    missing: tuple[str, ...] = (_TOKENIZER, _TEMPLATE, GENERATION_FILE, *_TOKEN_IDS)
     """Names of what is not there."""
     endless: str = _CONFIG
     """The file that should name the token that ends a text and does not; "" if it does."""
@@ -63,18 +66,20 @@ def read_extras(directory: Path) -> Extras:
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
     found = {path.name: path for name in _COPIED for path in directory.glob(name) if path.is_file()}
-    generation = _mapping(directory / _GENERATION)
+    generation = _mapping(directory / GENERATION_FILE)
     stated = generation | {k: v for k, v in _mapping(directory / _CONFIG).items() if v is not None}
     token_ids = {key: stated[key] for key in _TOKEN_IDS if stated.get(key) is not None}
     templates = [name for name in found if name.startswith("chat_template.")]
     has_template = templates or "chat_template" in _mapping(directory / _TOKENIZER_SETTINGS)
     there = {
-        "tokenizer": not found.keys().isdisjoint(_VOCABULARIES),
-        "chat template": has_template,
-        _GENERATION: _GENERATION in found,
+        _TOKENIZER: not found.keys().isdisjoint(_VOCABULARIES),
+        _TEMPLATE: has_template,
+        GENERATION_FILE: GENERATION_FILE in found,
         **{key: key in token_ids for key in _TOKEN_IDS},
     }
-    decides, ids = (_GENERATION, generation) if _GENERATION in found else (_CONFIG, token_ids)
+    decides, ids = (
+        (GENERATION_FILE, generation) if GENERATION_FILE in found else (_CONFIG, token_ids)
+    )
     return Extras(
         files={name: found[name].read_bytes() for name in sorted(found)},
         token_ids=token_ids,

@@ -27,12 +27,15 @@ ADAPTER_DIRECTORY = "adapter"
 _ROPE = ("rope_theta", "rope_scaling")
 
 
-def base_of_adapter(run: RunConfig, start: Checkpoint | None) -> str | None:
+def base_of_adapter(
+    run: RunConfig, start: Checkpoint | None, *, given: str | None = None
+) -> str | None:
     """Return the published model that a run's adapter belongs to, checked for use by PEFT.
 
     Args:
         run: Configuration of a run with an adapter.
         start: Checkpoint of another run that it started from, if it did.
+        given: Directory with a copy of the base; None for the base itself.
 
     Returns:
         Directory of the model; None for random weights, or those that another run has trained.
@@ -44,7 +47,7 @@ def base_of_adapter(run: RunConfig, start: Checkpoint | None) -> str | None:
     """
     assert run.adapter is not None, "the run has an adapter"
     peft_config(run.model, run.adapter, base=None)
-    name, base = _base(run, start)
+    name, base = _base(run, start) if given is None else (given, _published(given))
     if base is not None:
         _check_same_function(run.model, base, name=name)
     return name if start is None or name != str(start.path) else None
@@ -85,11 +88,15 @@ def _base(run: RunConfig, start: Checkpoint | None) -> tuple[str | None, ModelCo
         return _base(theirs, start_of(start)) if goes_on else (str(start.path), theirs.model)
     if run.model.from_hf is None:
         return None, None
+    return run.model.from_hf, _published(run.model.from_hf)
+
+
+def _published(directory: str) -> ModelConfig:
+    """Return the model that config.json in a directory describes."""
     try:
-        fields = model_fields(read_config(Path(run.model.from_hf)))
-        return run.model.from_hf, ModelConfig.model_validate(fields)
+        return ModelConfig.model_validate(model_fields(read_config(Path(directory))))
     except ValidationError:
-        raise ValueError(f"{run.model.from_hf}: its config.json is not that of a model") from None
+        raise ValueError(f"{directory}: its config.json is not that of a model") from None
 
 
 def _check_same_function(model: ModelConfig, base: ModelConfig, *, name: str | None) -> None:
@@ -104,5 +111,8 @@ def _check_same_function(model: ModelConfig, base: ModelConfig, *, name: str | N
     )
     hint = "merge with sppo convert to-hf"
     if set(different) <= set(_ROPE):
-        hint += ", or write the base with it: sppo convert from-hf --rope-scaling-of RUN"
+        hint += (
+            ", or write the base with it, sppo convert from-hf SRC BASE --rope-scaling-of RUN, and "
+            "name that one: sppo convert to-peft RUN DST --base BASE"
+        )
     raise ValueError(f"an adapter cannot carry {', '.join(different)} ({found}): {hint}")

@@ -83,6 +83,16 @@ def checked_start(checkpoint: Checkpoint) -> Checkpoint | None:
     return start
 
 
+def check_is_base(directory: Path, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless a directory holds the weights of ``model.from_hf`` of a run."""
+    kept = checkpoint.metadata["base"]
+    if weights_digest(directory) != kept["digest"]:
+        raise ValueError(
+            f"{directory} holds other weights than {kept['name']}, beside which the adapter was "
+            "trained: give a copy of those"
+        )
+
+
 def start_of(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return the checkpoint of another run that is the base of one; None if the base is none."""
     start = checkpoint.metadata.get("start")

@@ -17,7 +17,7 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.newest import Checkpoint
 from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import RunConfig
-from sppo.cost.trainable import trainable_of_run, trainable_of_sections
+from sppo.cost.trainable import trainable_of_run
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead, initial_weight
 from sppo.model.merged_weights import MergedWeights
@@ -57,9 +57,10 @@ def _sources(run: RunConfig, start: Checkpoint | None) -> list[Mapping[str, Tens
     if run.adapter is not None and run.adapter.from_peft is not None:
         found.append(open_adapter(Path(run.adapter.from_peft), run.model, run.adapter))
     if start is not None:
-        theirs, weights = trainable_of_sections(start.metadata["config"]), checkpoint_weights(start)
-        goes_on = run.adapter is not None
-        found.append(weights if goes_on else MergedWeights(weights, theirs.adapter))
+        weights = checkpoint_weights(start)
+        if run.adapter is None and has_base(start):
+            weights = MergedWeights(weights, trainable_of_run(run_of(start)).adapter)
+        found.append(weights)
     elif run.hf_weights is not None:
         found.append(open_hf_weights(Path(run.hf_weights), run.model))
     return found

@@ -160,7 +160,7 @@ def _checkpoint(run: RunConfig, source: Path) -> Checkpoint:
             f"{found.path} holds another model: {'; '.join(sorted(different))}. "
             "Use the run file it was trained with"
         )
-    there, here = trainable_of_sections(config), trainable_of_run(run)
+    there, here = trainable_of_sections(config | {"model": ours}), trainable_of_run(run)
     if not here.has_factors_of(there, run.model):
         raise ValueError(
             f"{found.path} was trained with {_named(there.adapter)}, and the run file has "
