@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sppo.checkpoint.checkpoint import model_tensors
+from sppo.checkpoint.files import is_step_name
 from sppo.checkpoint.newest import Checkpoint
 from sppo.config import RunConfig
 from sppo.config.adapter import AdapterConfig
@@ -48,9 +49,10 @@ def base_of_adapter(
     assert run.adapter is not None, "the run has an adapter"
     peft_config(run.model, run.adapter, base=None)
     name, base = _base(run, start) if given is None else (given, _published(given))
-    if base is not None:
+    if name is not None:
         _check_same_function(run.model, base, name=name)
-    return name if start is None or name != str(start.path) else None
+    is_trained = name is not None and is_step_name(Path(name).name)
+    return None if is_trained else name
 
 
 def adapter_export(run: RunConfig, start: Checkpoint | None) -> Callable[[Path], None] | None:
@@ -80,14 +82,14 @@ def _export(
     save_adapter(directory / ADAPTER_DIRECTORY, weights, model, adapter, base=base)
 
 
-def _base(run: RunConfig, start: Checkpoint | None) -> tuple[str | None, ModelConfig | None]:
-    """Return name and model of the base of a run; None for random weights."""
+def _base(run: RunConfig, start: Checkpoint | None) -> tuple[str | None, ModelConfig]:
+    """Return path and model of the base of a run; the path is None for random weights."""
     if start is not None:
         theirs = run_of(start)
         goes_on = theirs.adapter is not None
         return _base(theirs, start_of(start)) if goes_on else (str(start.path), theirs.model)
     if run.model.from_hf is None:
-        return None, None
+        return None, run.model
     return run.model.from_hf, _published(run.model.from_hf)
 
 
@@ -99,7 +101,7 @@ def _published(directory: str) -> ModelConfig:
         raise ValueError(f"{directory}: its config.json is not that of a model") from None
 
 
-def _check_same_function(model: ModelConfig, base: ModelConfig, *, name: str | None) -> None:
+def _check_same_function(model: ModelConfig, base: ModelConfig, *, name: str) -> None:
     """Raise ValueError if a model computes something else than its base, adapters aside."""
     ours, theirs = model.model_dump(mode="json"), base.model_dump(mode="json")
     compared = ours.keys() - {*NOT_COMPUTED, "max_positions"}
