@@ -95,8 +95,9 @@ def save_adapter(
     num_parameters = sum(prod(tensor.shape) for tensor in tensors)
     total_bytes = num_parameters * DTYPES[_DTYPE].itemsize
     extra_files = extra_files or {}
-    # Copies, because a tied embedding is stored twice, and safetensors refuses shared memory.
-    values = {tensor.name: weights[tensor.parts[0]].detach().clone() for tensor in tensors}
+    values = {tensor.name: weights[tensor.parts[0]].detach() for tensor in tensors}
+    if model.tie_embeddings and HEAD in values:
+        values[HEAD] = values[HEAD].clone()  # stored twice, and safetensors refuses shared memory
     check_unused_directory(directory)
     check_space(directory, total_bytes + sum(map(len, extra_files.values())) + HEADER_ROOM_BYTES)
     with whole_directory(directory) as partial:

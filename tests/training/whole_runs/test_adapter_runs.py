@@ -12,9 +12,10 @@ from sppo.config import load_run
 from sppo.model.hf_writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from sppo.model.peft_weights import open_adapter
-from tests.conftest import refuse, succeed, write_run, write_tokens
+from sppo.training.evaluation.evaluated_run import evaluate
+from tests.conftest import RUN, refuse, succeed, write_run, write_tokens
 from tests.tiers import exhaustive
-from tests.training.jobs import losses, saved_state, train_alone, trained
+from tests.training.jobs import job_of_rank, losses, saved_state, train_alone, train_rank
 
 SECTIONS = {
     "model": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
@@ -65,23 +66,34 @@ def test_checkpoint_holds_what_trains_and_a_resumed_run_is_the_uninterrupted_one
     assert all(torch.equal(tensor, before[key]) for key, tensor in after.items())
 
 
+def evaluated_and_trained(rank, directory, values):
+    """Evaluate the newest checkpoint as one rank, and go on from it up to step 6."""
+    with contextlib.chdir(directory):
+        job = job_of_rank(load_run(Path("run.yaml"), values), rank)
+        loss = evaluate(job, Path("out"), most=None, on_sequence=lambda *done: None).loss
+        train_rank(rank, directory, values)
+    return loss
+
+
 @pytest.mark.parametrize(
     "degrees",
     [
         ["parallel.sequence_parallel_degree=2", "parallel.sequence_parallel=megatron"],
         *exhaustive(
             ["parallel.pipeline_parallel_degree=2"],
-            ["parallel.data_parallel_degree=2", "parallel.zero=3", "train.sequences_per_step=2"],
+            ["parallel.sequence_parallel_degree=2", "parallel.zero=3", "checkpoint.async_save=true"],
         ),
     ],
     ids=str,
 )
-def test_other_degrees_go_on(ranks, run, degrees):
-    ranks.run(trained, run, [*degrees[:2], "train.steps=6", "train.output=other"], ranks=2)
-    shutil.rmtree(run / LAST)
+def test_other_degrees_evaluate_and_go_on(ranks, run, degrees):
     kept = torch.tensor(losses(run / "out"))
-    ranks.run(trained, run, degrees[:2], ranks=2)
+    shutil.rmtree(run / LAST)
+    loss = evaluated()
+    found = ranks.run(evaluated_and_trained, run, degrees, ranks=2)
+    assert found == pytest.approx([loss, loss], rel=1e-5)
     torch.testing.assert_close(torch.tensor(losses(run / "out")), kept, rtol=1e-4, atol=0)
+    assert (run / LAST / "adapter").is_dir()
 
 
 def test_evaluation_reads_the_base_and_refuses_other_adapters(run):
@@ -176,7 +188,12 @@ def test_globs_freeze_as_adapters_do(work):
     train_alone(load_run(path))
     saved = saved_state(work / "out/checkpoints/step_000003")
     assert all(".layers.1." in key or key == "optimizer.step" for key in saved)
-    assert evaluated() < evaluated("--initial")
+    trained_loss = evaluated()
+    assert trained_loss < evaluated("--initial")
+    succeed("convert", "to-hf", "out", "exported")
+    sections = RUN | {"model": {"from_hf": "exported"}, "optimizer": {}}
+    (work / "run.yaml").write_text(json.dumps(sections))
+    assert evaluated("--initial") == trained_loss
 
 
 def test_each_checkpoint_holds_the_adapter_for_other_programs(run):
@@ -188,3 +205,21 @@ def test_each_checkpoint_holds_the_adapter_for_other_programs(run):
     assert config["base_model_name_or_path"] == "hf"
     train_alone(load_run(run / "run.yaml", {"train.steps": 7, "checkpoint.export": "none"}))
     assert not (run / "out/checkpoints/step_000007/adapter").exists()
+
+
+def test_adapters_of_other_programs_are_checked_before_anything_starts(run):
+    before = json.loads((run / LAST / "adapter/adapter_config.json").read_text())
+    shutil.copytree(run / LAST / "adapter", run / "theirs")
+    raw = json.loads((run / "run.yaml").read_text())
+    raw["adapter"]["from_peft"], raw["train"]["output"] = "theirs", "second"
+    (run / "second.yaml").write_text(json.dumps(raw))
+    for settings, message in (
+        ({"use_dora": True}, "adapter_config.json has use_dora=True: only plain LoRA"),
+        ({"r": 3}, "adapter.rank is 2, r is 3 there: write adapter.rank=3"),
+    ):
+        (run / "theirs/adapter_config.json").write_text(json.dumps(before | settings))
+        for command in ("train", "config check"):
+            assert message in refuse(*command.split(), "second.yaml")
+    assert not (run / "second").exists()
+    shutil.rmtree(run / "theirs")
+    assert "theirs holds no adapter_config.json" in refuse("train", "second.yaml")
