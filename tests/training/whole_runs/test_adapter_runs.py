@@ -81,7 +81,11 @@ def evaluated_and_trained(rank, directory, values):
         ["parallel.sequence_parallel_degree=2", "parallel.sequence_parallel=megatron"],
         *exhaustive(
             ["parallel.pipeline_parallel_degree=2"],
-            ["parallel.sequence_parallel_degree=2", "parallel.zero=3", "checkpoint.async_save=true"],
+            [
+                "parallel.sequence_parallel_degree=2",
+                "parallel.zero=3",
+                "checkpoint.async_save=true",
+            ],
         ),
     ],
     ids=str,
