@@ -31,7 +31,8 @@ from sppo.kernels.cross_entropy import (
     linear_cross_entropy_with_gradient,
 )
 from sppo.model.gradients import GradientSink, GradientSum
-from sppo.model.layer import Weights, norm, norm_backward
+from sppo.model.layer import Weights
+from sppo.model.norms import norm, norm_backward
 from sppo.offload.block_store import BlockStore
 from sppo.schedule.actions import UnitKey
 

@@ -29,6 +29,7 @@ from sppo.config.model import ModelConfig
 from sppo.kernels import elementwise
 from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
 from sppo.model.gradients import GradientSink
+from sppo.model.norms import add_norm_, norm, norm_backward
 from sppo.model.projection import Projection
 
 Weights = Mapping[str, Tensor]
@@ -268,8 +269,7 @@ class Layer:
 
     def _norm_and_rotate(self, name: str, x_CHD: Tensor, rotary: RotaryTable | None) -> Tensor:
         if self.model.qk_norm:
-            weight = self.weights[f"{name}_norm.weight"]
-            x_CHD = elementwise.norm(x_CHD, weight, eps=self.model.norm_eps)
+            x_CHD = norm(self.model, f"{name}_norm", x_CHD, self.weights)
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
     def _attention_output(self, o_CQ: Tensor) -> Tensor:
@@ -353,18 +353,10 @@ class Layer:
             d_CHD = rotate_backward(d_CHD, self.rotary)
         if not self.model.qk_norm:
             return d_CHD
-        weight = self.weights[f"{name}_norm.weight"]
         assert projected_CHD is not None, "q/k-norm needs its input"
-        d_CHD, dweight, _ = elementwise.norm_backward(
-            d_CHD,
-            projected_CHD,
-            weight,
-            eps=self.model.norm_eps,
-            with_parameters=gradients.trains(f"{name}_norm.weight"),
+        return norm_backward(
+            self.model, f"{name}_norm", d_CHD, projected_CHD, self.weights, gradients
         )
-        if dweight is not None:
-            gradients.add(f"{name}_norm.weight", dweight)
-        return d_CHD
 
     def _gathered_norm(self, name: str, x_CE: Tensor) -> Tensor:
         """Return the norm of all tokens, ``[C, E]``, gathered for the projections."""
@@ -384,50 +376,3 @@ def rows_of(name: str, tensor: Tensor) -> int:
 def _later(rotary: RotaryTable | None, row: int) -> RotaryTable | None:
     """Return the rotary table of the tokens from ``row`` on."""
     return None if rotary is None else RotaryTable(rotary.cos[row:], rotary.sin[row:])
-
-
-def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
-    """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
-    return elementwise.norm(x_CE, *_norm_parameters(name, weights), eps=model.norm_eps)
-
-
-def add_norm_(
-    model: ModelConfig, name: str, total_CE: Tensor, x_CE: Tensor, weights: Weights
-) -> Tensor:
-    """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
-    parameters = _norm_parameters(name, weights)
-    return elementwise.add_norm_(total_CE, x_CE, *parameters, eps=model.norm_eps)
-
-
-def norm_backward(
-    model: ModelConfig,
-    name: str,
-    dy_CE: Tensor,
-    x_CE: Tensor,
-    weights: Weights,
-    gradients: GradientSink,
-    *,
-    dresidual_CE: Tensor | None = None,
-) -> Tensor:
-    """Return the gradient of :func:`norm`'s input; add those of parameters that train to a sink.
-
-    The result includes ``dresidual_CE``, the gradient through the residual connection.
-    """
-    names = (f"{name}.weight", f"{name}.bias")
-    dx, *found = elementwise.norm_backward(
-        dy_CE,
-        x_CE,
-        *_norm_parameters(name, weights),
-        eps=model.norm_eps,
-        dresidual_CE=dresidual_CE,
-        with_parameters=any(map(gradients.trains, names)),
-    )
-    for parameter, gradient in zip(names, found, strict=True):
-        if gradient is not None and gradients.trains(parameter):
-            gradients.add(parameter, gradient)
-    return dx
-
-
-def _norm_parameters(name: str, weights: Weights) -> tuple[Tensor, Tensor | None]:
-    """Return the weight, and the bias that LayerNorm has and RMSNorm has not."""
-    return weights[f"{name}.weight"], weights.get(f"{name}.bias")

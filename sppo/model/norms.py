@@ -1,0 +1,61 @@
+"""Norms of a model by the names of their parameters, forward and backward.
+
+Legend: C tokens, E hidden. The q- and k-norms have rows of heads, ``[C, H, D]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.kernels import elementwise
+from sppo.model.gradients import GradientSink
+
+
+def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
+    return elementwise.norm(x_CE, *_norm_parameters(name, weights), eps=model.norm_eps)
+
+
+def add_norm_(
+    model: ModelConfig, name: str, total_CE: Tensor, x_CE: Tensor, weights: Mapping[str, Tensor]
+) -> Tensor:
+    """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
+    parameters = _norm_parameters(name, weights)
+    return elementwise.add_norm_(total_CE, x_CE, *parameters, eps=model.norm_eps)
+
+
+def norm_backward(
+    model: ModelConfig,
+    name: str,
+    dy_CE: Tensor,
+    x_CE: Tensor,
+    weights: Mapping[str, Tensor],
+    gradients: GradientSink,
+    *,
+    dresidual_CE: Tensor | None = None,
+) -> Tensor:
+    """Return the gradient of :func:`norm`'s input; add those of parameters that train to a sink.
+
+    The result includes ``dresidual_CE``, the gradient through the residual connection.
+    """
+    names = (f"{name}.weight", f"{name}.bias")
+    dx, *found = elementwise.norm_backward(
+        dy_CE,
+        x_CE,
+        *_norm_parameters(name, weights),
+        eps=model.norm_eps,
+        dresidual_CE=dresidual_CE,
+        with_parameters=any(map(gradients.trains, names)),
+    )
+    for parameter, gradient in zip(names, found, strict=True):
+        if gradient is not None and gradients.trains(parameter):
+            gradients.add(parameter, gradient)
+    return dx
+
+
+def _norm_parameters(name: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return the weight, and the bias that LayerNorm has and RMSNorm has not."""
+    return weights[f"{name}.weight"], weights.get(f"{name}.bias")
