@@ -186,7 +186,7 @@ def layer_parts(
     """
     model, device, tokens = workload.model, workload.hardware.device, parts.tokens
     here = tokens / workload.sequence_parallel_degree
-    matrices, trained, factors = kind.matrices, kind.trained_matrices, kind.factors
+    matrices, trained = kind.matrices, kind.trained_matrices
     recomputed = kind.projections(*recomputed_linear_names(model))
     again = kind.recomputed_factors
     attention, attention_backward = map(
@@ -200,15 +200,17 @@ def layer_parts(
     }
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
-    # Each factor has two products in place of the one that a frozen weight lacks.
-    backward_kernels = _BACKWARD_KERNELS + len(trained) + len(factors) + len(again) - len(matrices)
+    adapters = len(again)  # each multiplies by both factors, and scales what is between them
+    forward_kernels = _FORWARD_KERNELS + 3 * adapters
+    frozen = len(matrices) - len(trained)
+    backward_kernels = _BACKWARD_KERNELS - frozen + (4 + 1 + 2) * adapters
     passes: dict[str, dict[str, Table]] = {
         "forward": {
             "products": _products(workload, matrices, tokens=here, product="forward"),
             "attention": attention,
             "elementwise": elementwise["forward"] + sum(saving.values()),
             "exchange": exchange,
-            "launches": np.full_like(tokens, (_FORWARD_KERNELS + len(factors)) * device.kernel_s),
+            "launches": np.full_like(tokens, forward_kernels * device.kernel_s),
         },
         "backward": {
             "products": _products(workload, matrices, tokens=here, product="input")

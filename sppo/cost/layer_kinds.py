@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape
-from sppo.cost.trainable import LORA_A, Trainable, is_factor, layers_without_backward
+from sppo.cost.trainable import LORA_A, Trainable, layers_without_backward
 
 Shapes = tuple[tuple[str, Shape], ...]
 """Names of parameters within a layer, and their shapes."""
@@ -37,14 +37,9 @@ class LayerKind(NamedTuple):
         return tuple((name, shape) for name, shape in self.shapes if len(shape) == 2)
 
     @property
-    def factors(self) -> Shapes:
-        """Factors of adapters."""
-        return tuple((name, shape) for name, shape in self.shapes if is_factor(name))
-
-    @property
     def recomputed_factors(self) -> Shapes:
         """Factors A, whose outputs are not saved: backward needs them for gradients of B."""
-        return tuple((name, shape) for name, shape in self.factors if name.endswith(LORA_A))
+        return tuple((name, shape) for name, shape in self.shapes if name.endswith(LORA_A))
 
     @property
     def trained_shapes(self) -> Shapes:
