@@ -179,12 +179,13 @@ class Leg(_Short):
 
     @property
     def tiers(self) -> StateTiers:
-        """Of weights and of the optimizer, which the weights that it updates do not leave."""
-        if "frozen" in self.streams:
-            return StateTiers(weights="host")
-        if "weights" in self.streams:
-            return StateTiers(weights="host", optimizer="host")
-        return StateTiers()
+        """Of the state; weights that train and gradients are where the optimizer is."""
+        away = {*self.streams}
+        return StateTiers(
+            weights="host" if away & {"weights", "frozen"} else "device",
+            gradients="host" if "gradients" in away else "device",
+            optimizer="host" if away & {"weights", "gradients"} else "device",
+        )
 
     def cuts_of(self, sequence: int) -> tuple[int, ...]:
         """Of one sequence of a replica."""

@@ -16,7 +16,6 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.data.order import SequenceOrder
 from sppo.data.sample_rows import TrainingData
@@ -169,10 +168,7 @@ def _base(leg: Leg, case: Case) -> Candidate:
         input_every=leg.input_every,
         zero=leg.zero,
         kv=kv,
-        state=StateTiers(
-            weights="host" if {"weights", "frozen"} & {*leg.streams} else "device",
-            gradients="host" if "gradients" in leg.streams else "device",
-        ),
+        state=leg.tiers,
         **options,
     )
 
