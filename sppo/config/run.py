@@ -220,8 +220,8 @@ StateTierChoice = Literal["auto", "device", "host", "disk"]
 class StateConfig(Section):
     """Tiers of weights, gradients and optimizer states while nothing computes with them.
 
-    auto: on the device if all of it fits; otherwise first optimizer states, then gradients, then
-    weights are placed on the next tier. host: host memory of a GPU; a CPU's memory is host memory
+    auto: on the device if all of it fits; otherwise first frozen weights alone, then instead
+    optimizer states, then gradients, then all weights are placed on the next tier. host: host memory of a GPU; a CPU's memory is host memory
     already. disk: the directory `activations.disk`, with a CPU.
     """
 

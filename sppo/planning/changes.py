@@ -133,6 +133,9 @@ def _other_values(run: RunConfig, hardware: HardwareSpec) -> Iterator[_Request]:
     on_gpu = hardware.device.kind != "cpu" and hardware.node.host_memory_bytes > 0
     if on_gpu and run.state.optimizer in ("auto", "device"):
         changes.append({"state.optimizer": "host"})
+    freezes = not trainable_of_run(run).is_everything
+    if on_gpu and freezes and run.state.weights in ("auto", "device"):
+        changes.append({"state.weights": "host"})
     if hardware.node.disk_bytes and run.activations.disk is None:
         changes.append({"activations.disk": "DIR"})
     changes += [{"parallel.zero": level} for level in range(run.parallel.zero + 1, 4)]

@@ -18,7 +18,7 @@ from sppo.planning.search.choices import (
 _PARTS = ("weights", "gradients", "optimizer")
 _FROZEN = ("weights",)
 """Frozen weights leave the device alone; those that train leave with the optimizer."""
-_LEAVING = ((), ("optimizer",), _FROZEN, ("gradients", "optimizer"), _PARTS)
+_LEAVING = ((), _FROZEN, ("optimizer",), ("gradients", "optimizer"), _PARTS)
 """Sets of parts of the state that leave the device, from the cheapest to the one that frees most
 memory."""
 
