@@ -8,23 +8,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sppo.model.hf_files import stored_tensors
+from sppo.config.model import ModelConfig
+from sppo.model.hf_files import check_headers
 
 _SAMPLE_BYTES = 4096
 
 
-def weights_digest(directory: Path) -> str:
-    """Return a SHA-256 of the names, shapes and types of all tensors, and of samples of each.
+def weights_digest(directory: Path, model: ModelConfig) -> str:
+    """Return a SHA-256 of the names, shapes and types of a model's tensors, and of samples of each.
 
     Samples are the first and the last 4 KiB, so a training that changes every tensor is found and
-    a few flipped bytes are not. The division of tensors into files does not matter.
+    a few flipped bytes are not. The division of tensors into files does not matter, nor does a
+    vocabulary projection that a tied model stores as well.
 
     Raises:
-        ValueError: As in :func:`.hf_files.stored_tensors`.
+        ValueError: As in :func:`.hf_files.check_headers`.
         OSError: A file cannot be read.
     """
     digest, headers = hashlib.sha256(), dict[Path, tuple[int, dict[str, Any]]]()
-    for name, tensor in sorted(stored_tensors(directory).items()):
+    for name, tensor in sorted(check_headers(directory, model).tensors.items()):
         if tensor.path not in headers:
             headers[tensor.path] = _header(tensor.path)
         values, header = headers[tensor.path]

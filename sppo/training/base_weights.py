@@ -34,7 +34,7 @@ def base_of(run: RunConfig, start: Checkpoint | None) -> dict[str, str] | None:
     if start is not None:
         name, digest = str(start.path), str(provenance(start)["digest"])
     elif run.hf_weights is not None:
-        digest = weights_digest(Path(run.hf_weights))
+        digest = weights_digest(Path(run.hf_weights), run.model)
     else:
         shapes = sorted(parameter_shapes(run.model).items())
         generated = repr((run.train.seed, run.model.init_std, run.model.num_layers, shapes))
@@ -86,7 +86,7 @@ def checked_start(checkpoint: Checkpoint) -> Checkpoint | None:
 def check_is_base(directory: Path, checkpoint: Checkpoint) -> None:
     """Raise ValueError unless a directory holds the weights of ``model.from_hf`` of a run."""
     kept = checkpoint.metadata["base"]
-    if weights_digest(directory) != kept["digest"]:
+    if weights_digest(directory, run_of(checkpoint).model) != kept["digest"]:
         raise ValueError(
             f"{directory} holds other weights than {kept['name']}, beside which the adapter was "
             "trained: give a copy of those"

@@ -162,6 +162,13 @@ def test_a_run_starts_from_an_adapter_by_going_on_with_it_or_merged(run):
     train_alone(load_run(merged, {"train.steps": 2}))
 
 
+def test_with_optimizer_and_data_it_is_the_uninterrupted_run_bit_for_bit(run):
+    start = {"from_run": "out", "step": 3, "optimizer": True, "data": True}
+    path = start_from(run, start=start)
+    train_alone(load_run(path, {"train.steps": 3, "optimizer.lr": 1e-2}))
+    assert losses(run / "second") == losses(run / "out")[3:]
+
+
 def test_a_run_that_froze_another_runs_weights_needs_them_to_go_on(run):
     train_alone(load_run(start_from(run)))
     shutil.rmtree(run / LAST)
