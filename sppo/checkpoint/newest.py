@@ -14,7 +14,7 @@ from sppo.checkpoint.files import (
     list_checkpoints,
     step_name,
 )
-from sppo.checkpoint.manifest import Damage, find_damage
+from sppo.checkpoint.manifest import Damage, find_absence, find_damage
 from sppo.config.json_file import read_json
 from sppo.quoting import one_line, quoted
 
@@ -56,6 +56,18 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
     if checkpoint is None:
         raise _none_at(Path(path))
     return checkpoint
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint that was verified before: look for its files, and read its metadata.
+
+    Raises:
+        InvalidCheckpointError: Files are missing, or the metadata is damaged.
+    """
+    opened = find_absence(path) or _open(path)
+    if isinstance(opened, Damage):
+        raise InvalidCheckpointError(f"checkpoint {path} is damaged: {opened}")
+    return opened
 
 
 def check_any(path: Path | str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from sppo.checkpoint.newest import Checkpoint, find_checkpoint
+from sppo.checkpoint.newest import Checkpoint, find_checkpoint, open_checkpoint
 from sppo.config import RunConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.cost.trainable import trainable_of_run
@@ -68,7 +68,7 @@ def checked_start(checkpoint: Checkpoint) -> Checkpoint | None:
     try:
         start = start_of(checkpoint)
         if start is not None:
-            checked_start(start)
+            checked_start(find_checkpoint(start.path))
         base = base_of(run_of(checkpoint), start)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -94,6 +94,11 @@ def check_is_base(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def start_of(checkpoint: Checkpoint) -> Checkpoint | None:
-    """Return the checkpoint of another run that is the base of one; None if the base is none."""
+    """Return the checkpoint of another run that is the base of one; None if the base is none.
+
+    Its files are not verified, as :func:`checked_start` does.
+    """
     start = checkpoint.metadata.get("start")
-    return None if start is None or not has_base(checkpoint) else find_checkpoint(start["path"])
+    if start is None or not has_base(checkpoint):
+        return None
+    return open_checkpoint(Path(start["path"]))

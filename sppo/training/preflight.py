@@ -139,6 +139,7 @@ def _start(run: RunConfig) -> Checkpoint | None:
     start = starting_checkpoint(run)
     if start is not None:
         check_same_order(run, start)
+        checked_start(start)
     return start
 
 

@@ -99,7 +99,7 @@ def _fill_initial(job: Job, sharded: ShardedState, rows: Rows) -> WeightSource:
     """Fill rows with the weights of step 0."""
     run = job.run
     job.peers.decided_by_main(lambda: check_weights(run))
-    start = job.peers.decided_by_main(lambda: starting_checkpoint(run))
+    start = job.peers.decided_by_main(lambda: _start(run))
 
     def fill() -> None:
         for name, weight in starting_weights(run, sharded.shapes, start=start):
@@ -107,6 +107,14 @@ def _fill_initial(job: Job, sharded: ShardedState, rows: Rows) -> WeightSource:
 
     job.peers.done_by_all(fill)
     return WeightSource(run.initial_weights, 0)
+
+
+def _start(run: RunConfig) -> Checkpoint | None:
+    """Return the checkpoint of another run that a run starts from, verified with its base."""
+    start = starting_checkpoint(run)
+    if start is not None:
+        checked_start(start)
+    return start
 
 
 def _fill_from_checkpoint(

@@ -171,6 +171,12 @@ def test_with_optimizer_and_data_it_is_the_uninterrupted_run_bit_for_bit(run):
 
 def test_a_run_that_froze_another_runs_weights_needs_them_to_go_on(run):
     train_alone(load_run(start_from(run)))
+    (run / "hf/model.safetensors").rename(run / "hf/away.safetensors")
+    for command in ("train", "eval --initial"):
+        told = refuse(*command.split(), "second.yaml", "train.output=third")
+        assert f"{LAST} holds only the parameters that train, and the others cannot be" in told
+        assert "read from hf: hf holds neither model.safetensors nor" in told
+    (run / "hf/away.safetensors").rename(run / "hf/model.safetensors")
     shutil.rmtree(run / LAST)
     told = refuse("train", "second.yaml", "train.steps=2")
     assert f"the others cannot be read from {LAST}" in told
