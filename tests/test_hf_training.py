@@ -219,7 +219,7 @@ def assert_same_metrics(lines, expected, *, tolerance=1e-5):
     for line, (loss, norm) in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(loss, rel=tolerance)
         assert line["grad_norm"] == pytest.approx(norm, rel=10 * tolerance)
-        assert norm > 0.5, "clipping has to be at work"
+    assert max(norm for _, norm in expected) > 0.5, "clipping has to be at work"
 
 
 @torch.no_grad()
