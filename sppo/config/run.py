@@ -221,8 +221,9 @@ class StateConfig(Section):
     """Tiers of weights, gradients and optimizer states while nothing computes with them.
 
     auto: on the device if all of it fits; otherwise first frozen weights alone, then instead
-    optimizer states, then gradients, then all weights are placed on the next tier. host: host memory of a GPU; a CPU's memory is host memory
-    already. disk: the directory `activations.disk`, with a CPU.
+    optimizer states, then gradients, then all weights are placed on the next tier. host: host
+    memory of a GPU; a CPU's memory is host memory already. disk: the directory `activations.disk`,
+    with a CPU.
     """
 
     weights: StateTierChoice = "auto"
