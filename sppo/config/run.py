@@ -220,10 +220,10 @@ StateTierChoice = Literal["auto", "device", "host", "disk"]
 class StateConfig(Section):
     """Tiers of weights, gradients and optimizer states while nothing computes with them.
 
-    auto: on the device if all of it fits; otherwise first frozen weights alone, then instead
-    optimizer states, then gradients, then all weights are placed on the next tier. host: host
-    memory of a GPU; a CPU's memory is host memory already. disk: the directory `activations.disk`,
-    with a CPU.
+    auto: on the device if all of it fits. Otherwise the next tier gets the first of these with
+    which a plan fits: frozen weights; optimizer states; gradients, too; all weights, too. host:
+    host memory of a GPU; a CPU's memory is host memory already. disk: the directory
+    `activations.disk`, with a CPU.
     """
 
     weights: StateTierChoice = "auto"
