@@ -31,6 +31,9 @@ CODE_BYTES_PER_LENGTH = 18 * MIB
 a layer's 24 products. `CODE_BYTES` is for attention, whatever the lengths."""
 CODE_BYTES_PER_ODD_LENGTH = 12 * MIB
 """Further bytes of code per length that is no multiple of 128, for the remaining rows."""
+CODE_BYTES_PER_ADAPTED_LENGTH = 8 * MIB
+"""Further bytes of code per length in a run with adapters, whose products are more: 7 to 8 MiB were
+measured."""
 ACTION_BYTES = 4 * KIB
 """Bytes of an action of a program and of the records of its last two executions."""
 TOKEN_BYTES = 16
@@ -71,7 +74,10 @@ def code_bytes(workload: Workload, *, lengths: Iterable[int]) -> int:
         return 0
     distinct = {*lengths}
     odd = [length for length in distinct if length % ROW_ALIGNMENT]
-    return CODE_BYTES + len(distinct) * CODE_BYTES_PER_LENGTH + len(odd) * CODE_BYTES_PER_ODD_LENGTH
+    of_length = CODE_BYTES_PER_LENGTH
+    if workload.trainable.adapter is not None:
+        of_length += CODE_BYTES_PER_ADAPTED_LENGTH
+    return CODE_BYTES + len(distinct) * of_length + len(odd) * CODE_BYTES_PER_ODD_LENGTH
 
 
 def step_bytes(*, tokens: int, units: int, is_pipeline: bool = False) -> int:
