@@ -320,7 +320,7 @@ def _screen(values: dict[str, Any]) -> Screen:
     )
     if values.get("lost_change"):
         name, share = values["lost_change"].values()
-        yield Unbroken(f"merged: rounding loses {share:.2g} of the change of {name}, the most")
+        yield Unbroken(f"merged: rounding loses at most {share:.2g} of a weight's change ({name})")
     if "base" in values:
         yield Unbroken(f"base: {values['base'] or _UNPUBLISHED}")
     if values["copied"]:

@@ -15,7 +15,9 @@ class StartConfig(Section):
     """
 
     from_run: Directory
-    """Output directory of the other run, whose fp32 weights are the initial weights."""
+    """Output directory of the other run, whose fp32 weights are the initial weights. If it has an
+    adapter, a run with the same section ``adapter`` goes on with it, and one without the section
+    starts from the merged weights."""
     step: Literal["best"] | Steps | None = None
     """Number of steps after which the checkpoint was saved, or best: the one with which
     ``validation.watch`` was best. null starts from the newest."""
