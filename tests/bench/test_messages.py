@@ -15,6 +15,7 @@ from sppo.config.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import message_bytes, message_seconds
+from sppo.cost.trainable import Adapter, Trainable
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import step_parts
 from sppo.planning.search.bounds import least_seconds
@@ -90,14 +91,14 @@ def test_each_end_of_a_message_takes_compute():
     """First and last stage have one neighbour, the one between two."""
     priced = candidate(1e-6)
     expected = 1e-6 * np.outer([1, 2, 1], message_bytes(priced))
-    np.testing.assert_allclose(message_seconds(priced), expected)
+    np.testing.assert_allclose(message_seconds(priced), [expected, expected])
     free, costs = map(price, (candidate(0.0), priced))
     np.testing.assert_allclose(costs.forward_s - free.forward_s, expected)
     np.testing.assert_allclose(costs.backward_s - free.backward_s, expected)
 
 
 def test_one_rank_sends_nothing():
-    assert not message_seconds(candidate(1e-6, ranks=1)).any()
+    assert not np.any(message_seconds(candidate(1e-6, ranks=1)))
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
@@ -105,8 +106,19 @@ def test_more_stages_carry_more_messages(virtual_stages):
     schedule = "sppo" if virtual_stages == 1 else "looped_bfs"
     priced = candidate(1e-6, virtual_stages=virtual_stages, schedule=schedule)
     crossings = 2 * (3 * virtual_stages - 1)
-    total = float(message_seconds(priced).sum())
-    assert total == pytest.approx(crossings * 1e-6 * message_bytes(priced).sum())
+    expected = crossings * 1e-6 * message_bytes(priced).sum()
+    assert [table.sum() for table in message_seconds(priced)] == pytest.approx([expected] * 2)
+
+
+@pytest.mark.parametrize(("layer", "gradients"), [(1, [1, 2, 1]), (2, [0, 1, 1]), (5, [0, 0, 0])])
+def test_stages_without_backward_carry_no_gradients(layer, gradients):
+    """Of three stages with two layers each, those below all adapters have none."""
+    priced = candidate(1e-6)
+    upper = Trainable(Adapter(16, 1.0, layers=(layer,)), ())
+    priced = replace(priced, workload=replace(priced.workload, trainable=upper))
+    each = 1e-6 * message_bytes(priced)
+    expected = np.outer([1, 2, 1], each), np.outer(gradients, each)
+    np.testing.assert_allclose(message_seconds(priced), expected)
 
 
 def test_the_bound_of_a_step_holds_and_its_parts_add_up():
@@ -114,7 +126,7 @@ def test_the_bound_of_a_step_holds_and_its_parts_add_up():
     assert least_seconds(evaluated.candidate) <= evaluated.step_s
     for rank, parts in enumerate(step_parts(evaluated)):
         assert sum(parts.values()) == pytest.approx(evaluated.step_s)
-        carried = 2 * float(message_seconds(evaluated.candidate)[rank].sum())
+        carried = sum(float(table[rank].sum()) for table in message_seconds(evaluated.candidate))
         assert parts["carried"] == pytest.approx(carried)
         assert parts["recompute"] == pytest.approx(0, abs=1e-9)
 
