@@ -97,10 +97,11 @@ class ProjectionBackward:
             x_CI: Input of the projection.
             gradients: Sink, which owns ``x_CI`` and the gradient of the result from now on.
         """
-        name = self.projection.name
+        name, weights = self.projection.name, self.projection.weights
         if gradients.trains(f"{name}.weight"):
             gradients.product(f"{name}.weight", dy_CO=self.dy_CO, x_CI=x_CI)
-        if gradients.trains(f"{name}.bias"):
+        # With Megatron one rank alone holds the bias of a sum over the ranks.
+        if f"{name}.bias" in weights and gradients.trains(f"{name}.bias"):
             gradients.token_sum(f"{name}.bias", dy_CO=self.dy_CO)
         if self.du_Cr is None:
             return

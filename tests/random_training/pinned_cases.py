@@ -150,6 +150,9 @@ PIPELINES = {
             ("seq_zb_h1", "megatron", 1), ("seq_zb_h1", "ulysses", 2),
         )
     },
+    "weight gradients that wait, biases of one rank": case(
+        GPT, 1, sp=2, sequence_parallel="megatron", schedule="seq_zb_h1", cuts=(0, 5)
+    ),
     "steps": case(TIED, pp=2, dp=2, steps=3, **TWO),
     "offloading": case(
         GQA, 4, pp=2, sp=2, ratio=0.7, cuts=(0, 4, 9, 14, 19), replica_sequences=3, steps=2
