@@ -266,7 +266,9 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         workload.model, workload.trainable, label_share=workload.label_share
     )
     lengths = np.array(candidate.lengths * candidate.sequences)
-    kv_bytes, kv_gradient_bytes, passing = (own[:, None] * lengths for own in kv_tokens(candidate))
+    kv_bytes, kv_gradient_bytes, passing_kv_bytes = (
+        own[:, None] * lengths for own in kv_tokens(candidate)
+    )
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
     return Costs(
         forward_s=seconds.forward + carried_down_s,
@@ -280,7 +282,8 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         kv_offload_bytes=_of_units(kv_offload_bytes(candidate), candidate.sequences),
         kv_recompute_s=_of_units(kv_recompute_seconds(candidate), candidate.sequences),
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
-        kv_bytes=kv_bytes + passing,
+        kv_bytes=kv_bytes,
+        passing_kv_bytes=passing_kv_bytes,
         kv_gradient_bytes=kv_gradient_bytes,
         weight_bytes=lent * workload.element_bytes,
         weight_gradient_bytes=lent_trained * ACCUMULATION_BYTES,

@@ -103,6 +103,8 @@ class Costs:
             brings back [num_stages]; 0 where gradients stay on the device.
         operand_bytes: Bytes that B of (stage, unit) keeps for W, if a W computes the weight half.
         kv_bytes: K/V of (stage, unit), kept from F to B and read by all later subsequences.
+        passing_kv_bytes: K/V of layers of (stage, unit) without a backward, which `kv_bytes` leaves
+            out: kept to the last F of the sequence.
         kv_gradient_bytes: dK/dV of (stage, unit), live during a whole sequence's backward.
         weight_bytes: Weights of a stage, which MSP sends to borrower ranks [num_stages].
         weight_gradient_bytes: Weight gradients, which borrowers send back [num_stages].
@@ -130,6 +132,7 @@ class Costs:
     kv_recompute_s: Table
     operand_bytes: Table
     kv_bytes: Table
+    passing_kv_bytes: Table
     kv_gradient_bytes: Table
     weight_bytes: StageTable
     weight_gradient_bytes: StageTable

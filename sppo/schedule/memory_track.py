@@ -10,7 +10,7 @@ Buckets:
   deferred W, from the end of its B to its own end.
 * "kv": K/V of a whole sequence, from its first F on the stage to its last B, because every later
   subsequence reads them; if K/V are copied or recomputed, without the time from the last F to the
-  first H2D or KV. On a stage without a backward, to its last F.
+  first H2D or KV. On a stage without a backward, and of layers without one, to its last F.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
 
 The activations of a borrower's shard of an MSP unit count on the borrower, not on the owner; K/V
@@ -75,11 +75,11 @@ def _changes(
     saved = costs.activation_bytes[at] * shares
     if not schedule.is_training:
         # An evaluation holds the running unit, and K/V to the program's end.
-        last_s = np.zeros(schedule.num_ranks)
+        last_s, kv_bytes = np.zeros(schedule.num_ranks), costs.kv_bytes + costs.passing_kv_bytes
         np.maximum.at(last_s, schedule.ranks[:-1], finishes_s[:-1])
         return {
             "activations": _held(ranks, begins_s, finishes_s[forward], saved),
-            "kv": _held(ranks, begins_s, last_s[ranks], costs.kv_bytes[at] * shares),
+            "kv": _held(ranks, begins_s, last_s[ranks], kv_bytes[at] * shares),
         }
     backward, weights, out, back = (
         schedule.at(code, schedule.slots[forward], schedule.shards[forward])
@@ -106,10 +106,11 @@ def _changes(
     first_backward_s = _first(schedule, starts_s, Op.B)
     last_read_s = np.maximum(last_s, gone_s)
     keys = _of_sequences(schedule, first_s, last_read_s, costs.kv_bytes)
+    passing = _of_sequences(schedule, first_s, gone_s, costs.passing_kv_bytes)
     absent = _of_sequences(schedule, gone_s, here_s, -costs.kv_bytes)
     return {
         "activations": np.hstack(activations),
-        "kv": np.hstack([keys, absent]),
+        "kv": np.hstack([keys, passing, absent]),
         "kv_gradients": _of_sequences(schedule, first_backward_s, last_s, costs.kv_gradient_bytes),
     }
 

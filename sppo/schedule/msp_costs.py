@@ -31,8 +31,9 @@ def msp_seconds(
     seconds: dict[tuple[int, int], float] = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
     kv, gradients = costs.kv_bytes, costs.kv_gradient_bytes
-    kv_before, gradients_before = (
-        _before_units(table, lengths=schedule.lengths) for table in (kv, gradients)
+    all_kv = kv + costs.passing_kv_bytes
+    kv_before, all_before, gradients_before = (
+        _before_units(table, lengths=schedule.lengths) for table in (kv, all_kv, gradients)
     )
     for slot, group in groups.items():
         at = stage, unit = divmod(slot, costs.num_units)
@@ -52,7 +53,13 @@ def msp_seconds(
         waited = kv_before[at] + kv[at] + gradients_before[at] + gradients[at] + kv[at]
         collectives = costs.unit_collectives_s[stage] if costs.unit_collectives_s else (0.0, 0.0)
         for code, compute_s, streamed, collective_s, behind in (
-            (Op.F, costs.forward_s[at] * share, weights + kv_before[at], collectives[0], kv[at]),
+            (
+                Op.F,
+                costs.forward_s[at] * share,
+                weights + all_before[at],
+                collectives[0],
+                all_kv[at],
+            ),
             (Op.B, backward_s, max(weights, weight_gradients), collectives[1], waited),
         ):
             streamed_s = latency_s + streamed / bytes_per_s
