@@ -4,10 +4,10 @@ A schedule runs forwards ahead of the next backward so that no rank waits: for s
 subsequences, Seq1F1B holds n + p - 1 - r units on rank r of p. A backward depends only on the
 forwards of its own sequence. A rank without room for more units begins the forwards of later
 sequences later. Each later rank then runs at least one unit less far ahead than the rank before it,
-since its inputs also arrive later. Thus a long sequence may be alone in memory, and the next one
-begins while its last backwards run. InfiniPipe instead ends one pipeline before it begins the next
-(sequence grouping). With pacing, pipelines drain and fill at the same time, and each rank begins as
-soon as it has room.
+since its inputs also arrive later. First ranks without a backward hold no units and are not paced.
+Thus a long sequence may be alone in memory, and the next one begins while its last backwards run.
+InfiniPipe instead ends one pipeline before it begins the next (sequence grouping). With pacing,
+pipelines drain and fill at the same time, and each rank begins as soon as it has room.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 def can_be_paced(candidate: Candidate) -> bool:
     """Return whether ranks may begin forwards later than the schedule of a candidate does.
 
-    False if ranks have several stages, or no backward, or end one group of sequences before they
-    begin the next.
+    False if ranks have several stages, or end one group of sequences before they begin the next.
     """
     return (
         bool(candidate.packed)
         and candidate.pipeline_parallel_degree > 1
         and candidate.virtual_stages == 1
-        and candidate.forward_only_stages == 0
         and candidate.schedule not in (LOOPED, "sppo_msp")
     )
 
@@ -46,6 +44,7 @@ def pace_forwards(
 
     At most the number of the schedule, and at least all forwards of the backward's sequence,
     whether these fit or not. No rank begins more than the rank before it, so there is no deadlock.
+    K and V of layers without a backward count as long as the others of their stage.
 
     Args:
         candidate: Candidate that can be paced.
@@ -55,10 +54,15 @@ def pace_forwards(
     """
     walk, spans = walk_of(candidate), candidate.distinct_sequences
     is_forward, is_backward = walk.is_forward, walk.is_backward
+    first = candidate.forward_only_stages
+    room = room[first:]
 
     def of(which: Mask, table: Table) -> Table:
-        """Return the entries of [ranks, actions] of forwards or of backwards, [ranks, units]."""
-        return table[which].reshape(len(room), -1)
+        """Return the entries of [ranks, actions] of forwards or of backwards, [paced ranks, units].
+
+        Ranks without a backward are left out.
+        """
+        return table[first:][which[first:]].reshape(len(room), -1)
 
     tokens = np.array([sequence.tokens for sequence in candidate.packed])[walk.sequences]
     keys, of_keys, passing = (tokens * of_stages[walk.stages] for of_stages in kv_tokens(candidate))
@@ -88,4 +92,6 @@ def pace_forwards(
         least_spare = np.minimum.accumulate(spare[rank])
         begun = np.searchsorted(-least_spare, freed[rank], side="right")
         paced.append(np.maximum.accumulate(np.maximum(needed, np.minimum(until, begun))))
-    return tuple(tuple(counts.tolist()) for counts in paced)
+    return ((len(needed),) * len(needed),) * first + tuple(
+        tuple(counts.tolist()) for counts in paced
+    )

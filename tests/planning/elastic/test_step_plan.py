@@ -27,6 +27,8 @@ SCHEDULES = (
     "interleaved_seq1f1b",
     "interleaved_1f1b",
 )
+UPPER = ("0-15", "3-15", "8-15", "15")
+"""Layers with adapters; those below have no backward."""
 POLICIES = ("auto", "retain", "recompute", "offload_all", "sppo")
 
 
@@ -49,6 +51,7 @@ def planners(draw, schedules=SCHEDULES, policies=POLICIES):
         length=longest,
         parallel={"schedule": schedule, "data_parallel_degree": 1},
         activations={"policy": policy, "kv": draw(st.sampled_from(kv))},
+        **draw(st.sampled_from([{}, *({"adapter": {"rank": 8, "layers": own}} for own in UPPER)])),
     )
     hardware = machine(
         memory_bytes=int(draw(st.floats(12, 90)) * GIB),

@@ -23,6 +23,7 @@ def schedule_of(candidate):
         num_virtual=candidate.virtual_stages,
         lengths=candidate.sequence_lengths,
         forwards_before_backward=candidate.forwards_before_backward,
+        forward_only_stages=candidate.forward_only_stages,
     )
     stages = range(candidate.num_stages)
     return place_copies(
@@ -51,14 +52,16 @@ def _bytes_at_actions(candidate, program, held, running):
     """What one rank holds while each of its forwards, backwards and weight halves runs."""
     firsts = [own.start for own in candidate.distinct_sequences]
     tokens = [sequence.tokens for sequence in candidate.packed]
-    (kv_bytes, gradient_bytes), operands = kv_tokens(candidate), weight_operand_bytes(candidate)
+    kv_bytes, gradient_bytes, passing_bytes = kv_tokens(candidate)
+    operands = weight_operand_bytes(candidate)
+    first = candidate.forward_only_stages
     actions = [action for action in program if action.kind in _COMPUTE or _returns_kv(action)]
     deferred = {_key(action) for action in actions if action.kind is ActionKind.W}
     left, forwards = defaultdict(int), defaultdict(int)
     for action in actions:
         left[action.stage, action.sequence] += action.kind is ActionKind.B
         forwards[action.stage, action.sequence] += action.kind is ActionKind.F
-    (forward, backward), units, waiting, keys, gradients = running, {}, {}, {}, {}
+    (forward, backward), units, waiting, keys, gradients, passing = running, {}, {}, {}, {}, {}
     for action in actions:
         owner = action.stage, action.sequence
         if _returns_kv(action):
@@ -67,18 +70,21 @@ def _bytes_at_actions(candidate, program, held, running):
         unit = action.stage, firsts[action.sequence] + action.subsequence
         beside = 0.0
         if action.kind is ActionKind.F:
-            units[unit] = held[unit]
+            units[unit] = held[unit] * (action.stage >= first)
             keys[owner] = kv_bytes[action.stage] * tokens[action.sequence]
+            passing[owner] = passing_bytes[action.stage] * tokens[action.sequence]
             beside = forward[unit]
         elif action.kind is ActionKind.B:
             gradients[owner] = gradient_bytes[action.stage] * tokens[action.sequence]
             beside = backward[unit]
-        yield sum(map(_total, (units, waiting, keys, gradients))) + beside
+        yield sum(map(_total, (units, waiting, keys, gradients, passing))) + beside
         left[owner] -= action.kind is ActionKind.B
         forwards[owner] -= action.kind is ActionKind.F
         is_last_forward = action.kind is ActionKind.F and not forwards[owner]
-        if is_last_forward and candidate.kv_of_stages[action.stage] != "retained":
-            del keys[owner]
+        if is_last_forward:
+            del passing[owner]
+            if candidate.kv_of_stages[action.stage] != "retained":
+                del keys[owner]
         if action.kind is ActionKind.B:
             del units[unit]
             if _key(action) in deferred:
