@@ -57,6 +57,39 @@ def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, se
         assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "policy", "multiplexed"),
+    [
+        ({"rank": 64, "layers": "1-3"}, "keep_attention", "off"),
+        pytest.param({"rank": 16}, "retain", "on", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"rank": 16, "layers": "2-3"}, "recompute", "on", marks=pytest.mark.exhaustive
+        ),
+        pytest.param({"rank": 16, "layers": "3"}, "retain", "off", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_ranks_with_adapters_take_what_is_planned(
+    ranks, tmp_path, adapter, policy, multiplexed
+):
+    if install_cpu_allocator() is None:
+        pytest.skip("torch's CPU tensors live in the C heap here")
+    write_tokens(tmp_path / "tokens", num_tokens=20000)
+    write_run(
+        tmp_path / "run.yaml",
+        model=MODEL,
+        adapter=adapter,
+        sequence={"length": 2048, "num_subsequences": 4},
+        parallel={"pipeline_parallel_degree": 2, "multiplexed": multiplexed},
+        activations={"policy": policy},
+        train={"steps": 2, "dtype": "fp32", "sequences_per_step": 2, "output": "out"},
+    )
+    for _, (predicted, measured), (saved, activations) in ranks.run(
+        working_bytes, tmp_path, ranks=2
+    ):
+        assert saved == pytest.approx(activations, rel=1e-4)
+        assert predicted == pytest.approx(measured, rel=0.05)
+
+
 def state_bytes(rank, directory, arguments):
     """(predicted, measured) bytes of weights and of gradients on one of two replicas."""
     checked, outcome = train_rank(rank, directory, arguments)
