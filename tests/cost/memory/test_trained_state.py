@@ -12,7 +12,6 @@ from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.providers.part_rows import PartRows
 from sppo.hardware.presets import PRESETS
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.mesh import Groups, Mesh
@@ -69,14 +68,12 @@ class Grid(Mesh):
             }
         )
 
+    def gather_group(self, kind):
+        return self.groups.replicas.get(kind)
 
-def bytes_of(state, shapes, *, dtype, sharded):
-    """Bytes of each row, and of the parts that ZeRO shards while they are whole."""
-    rows = {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in shapes.items()}
-    groups = state._by_row(state._mesh.groups.replicas) if sharded else {}
-    return {key: row.nbytes for key, row in rows.items()}, PartRows(
-        rows, state._layouts, groups
-    ).room_bytes
+
+def rows_of(shapes, *, dtype):
+    return {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("trained", TRAINED)
@@ -125,17 +122,18 @@ def test_ranks_hold_the_state_that_is_planned(trained, layout, zero, tied, tiers
             trainable=trainable,
         )
         updated = sum(map(prod, state.owned_shapes.values()))
-        weights, gathered = bytes_of(
-            state, state.weight_shapes, dtype=torch.bfloat16, sharded=zero >= 3
+        weights = rows_of(state.weight_shapes, dtype=torch.bfloat16)
+        gradients = rows_of(state.gradient_shapes, dtype=torch.float32)
+        gathered = state.provider(weights)._weights.room_bytes
+        whole = state.gradient_provider(gradients)._sums.room_bytes
+        of_weights, of_gradients = (
+            sum(row.nbytes for row in rows.values()) for rows in (weights, gradients)
         )
-        gradients, whole = bytes_of(
-            state, state.gradient_shapes, dtype=torch.float32, sharded=zero >= 2
-        )
-        streamed = sum(weights[key] for key in state.streamed_keys(streams))
+        streamed = sum(weights[key].nbytes for key in state.streamed_keys(streams))
         assert memory.tier_weights_bytes == streamed
         # All stages of the rank, of which there are two, are on the device at once.
-        assert memory.device.weights_bytes == sum(weights.values()) + gathered
-        assert memory.device.gradients_bytes == sum(gradients.values()) + whole
+        assert memory.device.weights_bytes == of_weights + gathered
+        assert memory.device.gradients_bytes == of_gradients + whole
         moments = memory.host_optimizer_bytes + memory.device.optimizer_bytes
         assert moments == 12 * updated
         tied_twice = tied and rank and trainable.trains("embed.weight")
