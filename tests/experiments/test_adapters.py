@@ -2,7 +2,7 @@
 
 import json
 
-from experiments import adapters
+from experiments import adapters, harness
 
 
 def test_a_row_is_planned_and_shown():
@@ -22,3 +22,9 @@ def test_what_fits_nowhere_is_said():
     plans = [{"devices": 1, "feasible": False}]
     row = {"model": "m", "tokens": "1Ki", "trains": "all", "fewest_devices": None, "plans": plans}
     assert adapters.markdown([row]).splitlines()[-1] == "| m, 1Ki | all | no | none of these |"
+
+
+def test_the_page_has_the_table_of_the_report():
+    report = json.loads((harness.ROOT / "docs/results/planned_adapters.json").read_text())
+    page = (harness.ROOT / "docs/howto/fit_with_adapters.md").read_text()
+    assert adapters.markdown(report["rows"]) in page
