@@ -33,9 +33,11 @@ def test_a_simulation_takes_no_less_time_and_no_more_memory_than_is_said(candida
 
 @settings(max_examples=examples(30, all=400))
 @given(candidates(adapters=ADAPTERS))
-def test_a_simulation_with_adapters_takes_no_less_time(candidate: Candidate):
+def test_a_simulation_with_adapters_takes_no_less_time_and_no_more_memory(candidate: Candidate):
     evaluated = evaluate_candidate(candidate)
     assert least_seconds(evaluated.candidate) <= evaluated.step_s * (1 + ROUNDING)
+    for peak, stage in zip(evaluated.simulated_bytes, evaluated.memory, strict=True):
+        assert peak <= stage.device.total_bytes + 8
 
 
 @settings(max_examples=examples(40, all=800))
