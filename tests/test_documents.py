@@ -33,6 +33,8 @@ SHORTER = {
     "sppo train short.yaml": " train.steps=2 train.sequences_per_step=1",
     "sppo train long.yaml": f" {STRETCHED} train.steps=2 train.sequences_per_step=1",
     "sppo train stage2.yaml": f" {STRETCHED}",
+    "sppo train base.yaml": " train.steps=2",
+    **dict.fromkeys(("sppo train lora.yaml", "sppo solve lora.yaml"), f" {SHORT} train.steps=2"),
     **dict.fromkeys(
         ("sppo train 1k.yaml", "sppo train 4k.yaml", "sppo train 8k.yaml"), " train.steps=2"
     ),
