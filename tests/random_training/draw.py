@@ -79,7 +79,7 @@ class _Draw:
         some_layers = sorted(self._random.sample(layers, pick(layers) + 1))
         adapter = Adapter(
             rank=pick([1, 2, 3, 5]),
-            scale=pick([1.0, 0.5, 3.0]),
+            scale=pick([1.0, 0.5, 1.5]),
             targets=tuple(target for target in targets if target in some),
             layers=tuple(some_layers) if chance(0.4) else None,
         )
