@@ -227,9 +227,9 @@ def _other_modules(
         if there != ours[key]:
             value = ",".join(map(str, there))
             yield (
-                f"adapter.{key} is {', '.join(map(str, ours[key])) or 'none'}, "
-                f"{', '.join(map(str, there)) or 'none'} there: "
-                + (f"write adapter.{key}=[{value}]" if there or key == "also_train" else "")
+                f"adapter.{key} is [{', '.join(map(str, ours[key]))}], "
+                f"[{', '.join(map(str, there))}] there"
+                + (f": write adapter.{key}=[{value}]" if there or key == "also_train" else "")
             )
 
 

@@ -141,10 +141,13 @@ OTHER_SECTIONS = {
     "scaling": ({"scaling": "rank_stabilized"}, r"the scale is 4, 2 there"),
     "targets": (
         {"targets": ("q",)},
-        r"adapter.targets is q, q, k, .* write adapter.targets=\[q,k,",
+        r"adapter.targets is \[q\], \[q, k, .* write adapter.targets=\[q,k,",
     ),
-    "layers": ({"layers": (0, 2)}, r"layers is 0, 2, 0, 1, 2 there: write adapter.layers=\[0,1,2"),
-    "also_train": ({"also_train": ()}, r"also_train is none, embed there: .*also_train=\[embed\]"),
+    "layers": ({"layers": (0, 2)}, r"layers is \[0, 2\], \[0, 1, 2\] there: write .*=\[0,1,2"),
+    "also_train": (
+        {"also_train": ()},
+        r"also_train is \[\], \[embed\] there: .*also_train=\[embed\]",
+    ),
 }
 
 
