@@ -39,7 +39,9 @@ def starting_weights(
     """
     every = trainable_of_run(run).parameter_shapes(run.model)
     shapes = every if names is None else {name: every[name] for name in names}
-    sources = _sources(run, start)
+    sources = _base_weights(run, start)
+    if run.adapter is not None and run.adapter.from_peft is not None:
+        sources.insert(0, open_adapter(Path(run.adapter.from_peft), run.model, run.adapter))
     random = {}
     for name, shape in shapes.items():
         weight = _first(sources, name)
@@ -51,19 +53,16 @@ def starting_weights(
     yield from generate_weights_ahead(random, model=run.model, seed=run.train.seed, threads=threads)
 
 
-def _sources(run: RunConfig, start: Checkpoint | None) -> list[Mapping[str, Tensor]]:
-    """Return the stored weights of step 0, by name; the first that has a weight counts."""
-    found: list[Mapping[str, Tensor]] = []
-    if run.adapter is not None and run.adapter.from_peft is not None:
-        found.append(open_adapter(Path(run.adapter.from_peft), run.model, run.adapter))
+def _base_weights(run: RunConfig, start: Checkpoint | None) -> list[Mapping[str, Tensor]]:
+    """Return the stored weights of step 0, but for ``adapter.from_peft``; [] if they are random."""
     if start is not None:
         weights = checkpoint_weights(start)
         if run.adapter is None and has_base(start):
             weights = MergedWeights(weights, trainable_of_run(run_of(start)).adapter)
-        found.append(weights)
-    elif run.hf_weights is not None:
-        found.append(open_hf_weights(Path(run.hf_weights), run.model))
-    return found
+        return [weights]
+    if run.hf_weights is not None:
+        return [open_hf_weights(Path(run.hf_weights), run.model)]
+    return []
 
 
 def _first(sources: Sequence[Mapping[str, Tensor]], name: str) -> Tensor | None:
@@ -113,7 +112,7 @@ class _WithBase(Mapping[str, Tensor]):
     def __init__(self, checkpoint: Checkpoint, saved: Mapping[str, Tensor]) -> None:
         self._run = run_of(checkpoint)
         self._shapes = trainable_of_run(self._run).parameter_shapes(self._run.model)
-        self._sources = [saved, *_sources(self._run, start_of(checkpoint))]
+        self._sources = [saved, *_base_weights(self._run, start_of(checkpoint))]
 
     def __getitem__(self, name: str) -> Tensor:
         weight = _first(self._sources, name)

@@ -182,6 +182,18 @@ def test_a_run_that_froze_another_runs_weights_needs_them_to_go_on(run):
     assert f"the others cannot be read from {LAST}" in told
 
 
+def test_initial_factors_are_needed_only_to_start(run):
+    shutil.copytree(run / LAST / "adapter", run / "theirs")
+    raw = json.loads((run / "run.yaml").read_text())
+    raw["adapter"]["from_peft"], raw["train"] = "theirs", raw["train"] | {"output": "second"}
+    (run / "run.yaml").write_text(json.dumps(raw))
+    train_alone(load_run(run / "run.yaml", {"train.steps": 1}))
+    before = evaluated()
+    shutil.rmtree(run / "theirs")
+    assert evaluated() == before
+    succeed("convert", "to-hf", "second", "merged")
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
