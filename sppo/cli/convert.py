@@ -208,7 +208,7 @@ def to_peft(
         from sppo.checkpoint.checkpoint import read_weights
         from sppo.model.peft_weights import save_adapter
         from sppo.training.adapter_export import base_of_adapter
-        from sppo.training.base_weights import check_is_base, run_of, start_of
+        from sppo.training.base_weights import check_is_base, checked_start, run_of, start_of
 
         checkpoint, weights = read_weights(source)
         metadata = checkpoint.metadata
@@ -218,8 +218,10 @@ def to_peft(
             )
         run = run_of(checkpoint)
         assert run.adapter is not None, "checked above"
-        start = start_of(checkpoint)
-        if base is not None and start is None:
+        if base is None:
+            start = checked_start(checkpoint)
+        else:
+            start = start_of(checkpoint)
             check_is_base(base, checkpoint)
         name = base_of_adapter(run, start, given=None if base is None else str(base))
         extras, told = run_extras(metadata, chosen)

@@ -68,7 +68,7 @@ def checked_start(checkpoint: Checkpoint) -> Checkpoint | None:
     try:
         start = start_of(checkpoint)
         if start is not None:
-            checked_start(find_checkpoint(start.path))
+            start = find_checkpoint(start.path)
         base = base_of(run_of(checkpoint), start)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -80,11 +80,21 @@ def checked_start(checkpoint: Checkpoint) -> Checkpoint | None:
             f"{checkpoint.path} was trained beside other weights than {kept['name']} holds now: "
             "put those back with which the run began"
         )
+    if start is not None:
+        checked_start(start)
     return start
 
 
 def check_is_base(directory: Path, checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless a directory holds the weights of ``model.from_hf`` of a run."""
+    """Raise ValueError unless a directory holds the published weights beside which a run trained.
+
+    Weights that another run has trained are published nowhere, and nothing is compared with them.
+    """
+    start = start_of(checkpoint)
+    if start is not None:
+        if run_of(start).adapter is not None:
+            check_is_base(directory, start)
+        return
     kept = checkpoint.metadata["base"]
     if weights_digest(directory, run_of(checkpoint).model) != kept["digest"]:
         raise ValueError(

@@ -115,8 +115,8 @@ def test_another_base_is_refused_and_one_that_is_gone_is_named(run):
     assert "hf" in refuse("train", "run.yaml", "train.steps=7")
     save_hf_weights(run / "hf", initial_weights(other, seed=4), other, dtype="fp32")
     changed = f"{LAST} was trained beside other weights than hf holds now: put those back"
-    for command in (["train", "run.yaml", "train.steps=7"], ["eval", "run.yaml"]):
-        assert changed in refuse(*command)
+    for command in ("train run.yaml train.steps=7", "eval run.yaml", "convert to-peft out there"):
+        assert changed in refuse(*command.split())
 
 
 def test_base_may_be_divided_into_other_files(run):
@@ -180,6 +180,20 @@ def test_a_run_that_froze_another_runs_weights_needs_them_to_go_on(run):
     shutil.rmtree(run / LAST)
     told = refuse("train", "second.yaml", "train.steps=2")
     assert f"the others cannot be read from {LAST}" in told
+
+
+def test_the_base_of_a_chain_of_adapters_is_the_published_model(run):
+    train_alone(load_run(start_from(run)))
+    succeed("convert", "to-peft", "second", "adapter", "--base", "hf")
+    other = load_run(run / "run.yaml").model
+    save_hf_weights(run / "other", initial_weights(other, seed=4), other, dtype="fp32")
+    told = refuse("convert", "to-peft", "second", "there", "--base", "other")
+    assert "other holds other weights than hf, beside which the adapter was trained" in told
+    (run / "hf").rename(run / "away")
+    (run / "other").rename(run / "hf")
+    for command in ("eval second.yaml", "convert to-peft second there"):
+        told = refuse(*command.split())
+        assert told.startswith(f"error: {LAST} was trained beside other weights than hf holds now")
 
 
 def test_initial_factors_are_needed_only_to_start(run):
