@@ -13,7 +13,7 @@ gradients are summed, both update it, and checkpoints save that of the first sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 import torch
@@ -38,7 +38,7 @@ from sppo.optim.adamw import STEP_KEY
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.optim.gradient_norm import global_norm, sum_of_squares
 from sppo.optim.rank_parameters import RankParameters
-from sppo.parallel.flat_row import FlatRow
+from sppo.parallel.flat_row import FlatRow, RowPart
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh, ReplicaGroup
@@ -315,14 +315,26 @@ class ShardedState:
 
     def weight_blocks(self, rows: Rows) -> dict[str, list[StateBlock]]:
         """Return what ``rows`` of weights keep, as blocks of the tensors of a checkpoint."""
-        found = {}
+        return {
+            MODEL_PREFIX + part.name: self._blocks_from(part.name, own, begin=part.elements.start)
+            for part, own in self._kept(rows)
+        }
+
+    def frozen(self, rows: Rows) -> dict[str, Tensor]:
+        """Return what ``rows`` of weights keep of frozen parameters, flat, by tensor of a model."""
+        return {
+            MODEL_PREFIX + part.name: own
+            for part, own in self._kept(rows)
+            if self._held.keys[part.name] not in self._held.trained
+        }
+
+    def _kept(self, rows: Rows) -> Iterator[tuple[RowPart, Tensor]]:
+        """Yield each parameter's part that ``rows`` keep, and its values, flat."""
         for name, key in self._held.keys.items():
             layout, row = self._held.layouts[key], rows[key]
             part = layout.part(name, layout.kept(row))
             if part is not None:
-                own = self._blocks_from(name, row[part.within], begin=part.elements.start)
-                found[MODEL_PREFIX + name] = own
-        return found
+                yield part, row[part.within]
 
     def _blocks(self, key: str, tensor: Tensor) -> list[StateBlock]:
         name = _parameter(key)

@@ -106,7 +106,8 @@ class RunCheckpoints:
             state.sharded.gather(state.weights)
             if step < run.train.steps:
                 _log.info("going on after step %d from %s", step, checkpoint.path)
-        if bad := next(filter(None, self._peers.all_gather(nonfinite_names(live))), None):
+        used = {**state.sharded.frozen(state.weights), **live}
+        if bad := next(filter(None, self._peers.all_gather(nonfinite_names(used))), None):
             where = run.hf_weights or run.train.output
             raise ValueError(
                 f"{where}: not finite: {first_of(bad)}; training would keep it, and no checkpoint "

@@ -212,14 +212,18 @@ def test_a_run_whose_last_state_is_not_finite_does_not_end_well(work, bad_steps,
     assert not (work / "out/checkpoints").exists()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "frozen"),
+    [(math.nan, False), (math.inf, False), (-math.inf, False), (math.nan, True)],
+)
+def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, frozen):
     run = load_run("run.yaml")
     weights = initial_weights(run.model, seed=0)
     weights["embed.weight"][3, 2] = value
     weights["embed.weight"][5] = value
     save_hf_weights(work / "weights", weights, run.model, dtype="fp32")
-    (work / "hf.yaml").write_text(json.dumps({**RUN, "model": {"from_hf": "weights"}}))
+    adapter = {"adapter": {"rank": 1}} if frozen else {}
+    (work / "hf.yaml").write_text(json.dumps({**RUN, "model": {"from_hf": "weights"}, **adapter}))
     result = call("train", "hf.yaml")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith(
