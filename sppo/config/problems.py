@@ -41,6 +41,7 @@ _OF_ADAPTERS = {
     "use_rslora": "Here it is adapter.scaling=rank_stabilized.",
     "dropout": "Adapters have no dropout: leave it out; a lower adapter.rank fits less.",
     "use_dora": "Adapters are LoRA, not DoRA: leave it out.",
+    "init_lora_weights": "A starts at random and B at 0: leave it out, or give adapter.from_peft.",
     "bias": "Biases stay frozen: leave it out.",
     **dict.fromkeys(
         ("rank_pattern", "alpha_pattern"), "All targets have one rank and one alpha: leave it out."
@@ -215,6 +216,8 @@ def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
 
 def _section_rule(section: str) -> str:
     rule = "a section is a mapping of keys to values" + " or auto" * (section == "hardware")
+    if section == "adapter":
+        rule += ", such as {rank: 16}"
     if "preset" in RUN_KEYS[section]:
         rule += f"; a preset is named by {section}.preset"
     return rule

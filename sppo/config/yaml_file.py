@@ -66,6 +66,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
             rule += "; indent with spaces, not with tabs"
         if "<block end>" in rule:
             rule += "; let the keys of a section begin in one column"
+        if "alias" in rule:
+            rule += "; put text that begins with * in quotes"
     except YAMLError as error:
         rule = one_line(f"is not YAML text: {error}".partition("\n")[0])
     except (ValueError, LookupError, AttributeError) as error:

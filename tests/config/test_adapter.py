@@ -46,6 +46,8 @@ def problem(*words, run=RUN):
         ("adapter.use_dora=true", "Adapters are LoRA, not DoRA"),
         ("adapter.load_in_4bit=true", "The base is not quantized"),
         ("adapter.bias=all", "Biases stay frozen"),
+        ("adapter.init_lora_weights=pissa", "A starts at random and B at 0"),
+        ("adapter=lora", "a mapping of keys to values, such as {rank: 16}"),
         ("lora={rank: 16}", "Here it is the section adapter"),
         ("train.freeze_layers=3", "Here it is train.only"),
     ],

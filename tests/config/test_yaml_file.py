@@ -83,7 +83,11 @@ def test_a_key_given_twice_beside_a_merge_is_refused():
         ("a: !!python/object:os.system x", "line 1", "python/object"),
         ("a:\n\t- b", "line 2", "'\\t' that cannot start any token; indent with spaces"),
         ("a:\n  b: 1\n c: 2", "line 3", "; let the keys of a section begin in one column"),
-        ("a: *nowhere", "line 1", "undefined alias"),
+        (
+            "a: *nowhere",
+            "line 1",
+            "undefined alias 'nowhere'; put text that begins with * in quotes",
+        ),
         ("a: " + "9" * 5000, "", "digits"),
         ("a: \0", "", "not YAML text"),
         ("[" * 500, "", "nested too deeply"),
