@@ -49,7 +49,8 @@ def matches_none(glob: str, names: Sequence[str]) -> str:
     """Return words about a glob that matches no parameter: names that are near to it."""
     near = difflib.get_close_matches(glob, names, n=_SHOWN_NAMES, cutoff=_NEAR)
     return (
-        f"{quoted(glob)} matches no parameter; near are {', '.join(near or names[:_SHOWN_NAMES])}"
+        f"{quoted(glob)} matches no parameter; near are {', '.join(near or names[:_SHOWN_NAMES])} "
+        "(sppo config parameters lists all)"
     )
 
 
