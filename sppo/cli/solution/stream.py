@@ -110,7 +110,7 @@ class StreamAnswer(Answer[EvaluatedCandidate]):
             "K/V placement": lambda o: o.kv,
             "state": lambda o: o.candidate.state.text(),
             "policy": lambda o: o.effective_policy,
-            "offload ratio": lambda o: _ends(predict(o).offload_ratios, "{:.2f}".format),
+            "offload ratio": lambda o: _ends(sorted(predict(o).offload_ratios), "{:.2f}".format),
             "  its mean": lambda o: f"{np.mean(predict(o).offload_ratios):.2f}",
         }
         step: Rows[EvaluatedCandidate] = {
