@@ -18,7 +18,7 @@ from sppo.output_file import write_figure
 from sppo.plots import timeline_style as style
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.timeline import Lane, Span, Timeline
-from sppo.units import MIB, format_bytes
+from sppo.units import KIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -241,7 +241,7 @@ def _draw_memory(axes: Axes, panel: _Panel) -> None:
     else:
         held = "memory of activations, K and V"
         axes.text(0.005, 0.93, held, transform=axes.transAxes, va="top", fontsize=8)
-    if not panel.is_abstract and peak >= MIB:
+    if not panel.is_abstract and peak >= KIB:
         axes.yaxis.set_major_locator(MultipleLocator(binary_step(peak)))
         axes.yaxis.set_major_formatter(lambda value, _: format_bytes(round(value)))
     else:
