@@ -293,5 +293,5 @@ def _check_written(
     if 0 in counts:
         raise ValueError(
             f"--held-out {rows.held_out}: {'all' if counts[0] == 0 else 'none'} of"
-            f" {counted(sum(counts), 'document')}; give another share"
+            f" {counted(sum(counts), 'document')}, as the text of each decides; give another share"
         )
