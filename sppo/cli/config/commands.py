@@ -126,6 +126,7 @@ def new(
     this machine or the one that hardware.preset names.
 
         sppo config new sft --model models/qwen3-8b --data data/chat > run.yaml
+        sppo config new sft --model models/qwen3-8b --data data/chat adapter.rank=16 > lora.yaml
     """
     with exit_codes():
         if not model or data is None:
