@@ -101,6 +101,7 @@ def _drawn_costs(dice: np.random.Generator, *, stages: int, units: int, name: st
         kv_recompute_s=recomputed_kv,
         operand_bytes=table(*both),
         kv_bytes=2 * table(*both),
+        passing_kv_bytes=np.zeros(both),
         kv_gradient_bytes=table(*both),
         weight_bytes=table(stages),
         weight_gradient_bytes=table(stages),
