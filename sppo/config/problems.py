@@ -155,7 +155,11 @@ def problems_of(error: ValidationError, *within: str, keys: Keys = RUN_KEYS) -> 
         keys: Keys of every section by its path.
     """
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
-    for detail in error.errors():
+    errors = error.errors()
+    owners = {detail["loc"][:-1] for detail in errors}
+    for detail in errors:
+        if detail["type"] == "too_short" and detail["loc"] in owners:
+            continue  # a list whose elements are all wrong counts as empty
         # Without the names of branches of unions; an unknown key may have such a name.
         names = list(filterfalse(_is_union_branch, (*within, *detail["loc"])))
         if detail["type"] in _NO_SUCH_KEY and _is_union_branch(detail["loc"][-1]):

@@ -34,6 +34,7 @@ def problem(*words, run=RUN):
         ("adapter.layers=1-2", "adapter.layers: beyond the last layer of the model, 1"),
         ("adapter.targets=[]", "adapter.targets: must not be empty"),
         ("adapter.targets=q,c_attn", "adapter.targets.1: not one of q, k, v"),
+        ("adapter.targets=c_attn", "adapter.targets.0: not one of q, k, v"),
         ("adapter.also_train=lm_head", "Did you mean 'head'?"),
         ("train.only=[embed.*]", "adapter.also_train names, such as norms; leave train.only out"),
         ("adapter.lora_alpha=32", "Here it is adapter.alpha"),
