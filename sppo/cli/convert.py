@@ -207,8 +207,8 @@ def to_peft(
         check_any(source)
         from sppo.checkpoint.checkpoint import read_weights
         from sppo.model.peft_weights import save_adapter
-        from sppo.training.adapter_export import base_of_adapter
-        from sppo.training.base_weights import check_is_base, checked_start, run_of, start_of
+        from sppo.training.adapter_export import base_of_adapter, check_is_base
+        from sppo.training.base_weights import checked_start, run_of, start_of
 
         checkpoint, weights = read_weights(source)
         metadata = checkpoint.metadata

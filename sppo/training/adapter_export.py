@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from sppo.checkpoint.checkpoint import model_tensors
@@ -16,10 +17,13 @@ from sppo.config import RunConfig
 from sppo.config.adapter import AdapterConfig
 from sppo.config.huggingface.model_config import model_fields, read_config
 from sppo.config.model import NOT_COMPUTED, ModelConfig
+from sppo.model.hf_digest import weights_digest
+from sppo.model.hf_reading import open_hf_weights
 from sppo.model.peft_format import peft_config
 from sppo.model.peft_weights import save_adapter
 from sppo.quoting import quoted
 from sppo.training.base_weights import run_of, start_of
+from sppo.training.starting_weights import checkpoint_weights
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +57,29 @@ def base_of_adapter(
         _check_same_function(run.model, base, name=name)
     is_trained = name is not None and is_step_name(Path(name).name)
     return None if is_trained else name
+
+
+def check_is_base(directory: Path, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless a directory holds the weights beside which an adapter was trained.
+
+    Published weights are compared by their digest. Those of another run are compared one by one
+    with that run's checkpoint, rounded as the directory has them.
+    """
+    while (start := start_of(checkpoint)) is not None and run_of(start).adapter is not None:
+        checkpoint = start
+    kept, model = checkpoint.metadata["base"], run_of(checkpoint).model
+    if start is None:
+        is_base = weights_digest(directory, model) == kept["digest"]
+    else:
+        base = checkpoint_weights(start)
+        copied = open_hf_weights(directory, model).items()
+        is_base = all(torch.equal(own, base[name].to(own.dtype)) for name, own in copied)
+    if not is_base:
+        raise ValueError(
+            f"{directory} holds other weights than {kept['name']}, beside which the adapter was "
+            "trained: give a copy of those"
+            + ("" if start is None else ", which sppo convert to-hf writes")
+        )
 
 
 def adapter_export(run: RunConfig, start: Checkpoint | None) -> Callable[[Path], None] | None:

@@ -85,24 +85,6 @@ def checked_start(checkpoint: Checkpoint) -> Checkpoint | None:
     return start
 
 
-def check_is_base(directory: Path, checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless a directory holds the published weights beside which a run trained.
-
-    Weights that another run has trained are published nowhere, and nothing is compared with them.
-    """
-    start = start_of(checkpoint)
-    if start is not None:
-        if run_of(start).adapter is not None:
-            check_is_base(directory, start)
-        return
-    kept = checkpoint.metadata["base"]
-    if weights_digest(directory, run_of(checkpoint).model) != kept["digest"]:
-        raise ValueError(
-            f"{directory} holds other weights than {kept['name']}, beside which the adapter was "
-            "trained: give a copy of those"
-        )
-
-
 def start_of(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return the checkpoint of another run that is the base of one; None if the base is none.
 

@@ -196,6 +196,16 @@ def test_the_base_of_a_chain_of_adapters_is_the_published_model(run):
         assert told.startswith(f"error: {LAST} was trained beside other weights than hf holds now")
 
 
+def test_the_base_of_an_adapter_on_another_runs_weights_is_what_that_run_exports(run):
+    train_alone(load_run(start_from(run, adapter=None)))
+    third = start_from(run, start={"from_run": "second"})
+    train_alone(load_run(third, {"train.output": "third"}))
+    succeed("convert", "to-hf", "second", "copy", "--dtype", "bf16")
+    succeed("convert", "to-peft", "third", "adapter", "--base", "copy")
+    told = refuse("convert", "to-peft", "third", "there", "--base", "hf")
+    assert "hf holds other weights than second/checkpoints/step_000001, beside which the" in told
+
+
 def test_initial_factors_are_needed_only_to_start(run):
     shutil.copytree(run / LAST / "adapter", run / "theirs")
     raw = json.loads((run / "run.yaml").read_text())
