@@ -62,8 +62,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint that was verified before: look for its files, and read its metadata.
 
     Raises:
+        NoCheckpointError: There is no such directory.
         InvalidCheckpointError: Files are missing, or the metadata is damaged.
     """
+    if not path.is_dir():
+        raise NoCheckpointError(f"checkpoint {path} is not there")
     opened = find_absence(path) or _open(path)
     if isinstance(opened, Damage):
         raise InvalidCheckpointError(f"checkpoint {path} is damaged: {opened}")

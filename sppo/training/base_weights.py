@@ -73,7 +73,8 @@ def checked_start(checkpoint: Checkpoint) -> Checkpoint | None:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{checkpoint.path} holds only the parameters that train, and the others cannot be "
-            f"read from {kept['name']}: {error}. Put these weights back where the run began"
+            f"read from {kept['name']}: {error}. Put these weights back, and call this in the "
+            "directory in which the run was started"
         ) from None
     if base is None or base["digest"] != kept["digest"]:
         raise ValueError(

@@ -179,7 +179,7 @@ def test_a_run_that_froze_another_runs_weights_needs_them_to_go_on(run):
     (run / "hf/away.safetensors").rename(run / "hf/model.safetensors")
     shutil.rmtree(run / LAST)
     told = refuse("train", "second.yaml", "train.steps=2")
-    assert f"the others cannot be read from {LAST}" in told
+    assert f"the others cannot be read from {LAST}: checkpoint {LAST} is not there" in told
 
 
 def test_the_base_of_a_chain_of_adapters_is_the_published_model(run):
