@@ -14,7 +14,7 @@ from sppo.checkpoint.newest import check_any
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.export_extras import chosen_extras, provenance_readme, run_extras
+from sppo.cli.export_extras import chosen_extras, new_end, provenance_readme, run_extras
 from sppo.cli.printing import Screen, Unbroken, emit
 from sppo.config.huggingface.model_config import (
     hf_config,
@@ -239,6 +239,12 @@ def to_peft(
     told["missing"] = {n: why for n, why in told["missing"].items() if n in BESIDE_ADAPTER}
     values |= {"source": str(source), "step": metadata.get("step"), "base": name, **told}
     emit(lambda: values, lambda: _screen(values), as_json=json_output)
+    if name and (end := new_end(extras, base=name)):
+        typer.echo(
+            f"warning: texts trained on end with eos_token_id {end}, those of {name} do not: "
+            "programs must be told it, or never stop generating",
+            err=True,
+        )
 
 
 def _write(

@@ -31,6 +31,12 @@ def run_extras(
     return extras, {"missing": missing, "chat_template": template}
 
 
+def new_end(extras: Extras, *, base: str) -> Any:
+    """Return the ids that end a text if those of the base of an adapter are others, else None."""
+    ends, (known, _) = extras.token_ids.get("eos_token_id"), _extras_of_base(base)
+    return None if ends == known.token_ids.get("eos_token_id") else ends
+
+
 def chosen_extras(directory: Path) -> tuple[Extras, str]:
     """Return the extras in a given directory, and where those that are missing are missing.
 

@@ -8,8 +8,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from sppo.checkpoint import checkpoint
 from sppo.checkpoint.newest import Checkpoint
+from sppo.cli.export_extras import new_end
 from sppo.data.chat.template import CHATML, ChatTemplate
 from sppo.data.preparation.prepare import prepare_tokens
+from sppo.model.hf_extras import Extras
 from sppo.model.initialize import initial_weights
 from tests.cli.test_convert import MODEL, convert, run_config
 from tests.data.chats import ASKED, write_tokenizer
@@ -117,3 +119,11 @@ def test_tokens_that_are_gone_are_named(tokens, export, tmp_path):
     assert report["chat_template"].startswith("that of the base, if it has one: ")
     assert str(tokens) in report["chat_template"]
     assert "chat_template.jinja" not in report["copied"]
+
+
+@pytest.mark.parametrize(("trained", "told"), [([7, 9], [7, 9]), (7, None), (None, None)])
+def test_an_adapter_whose_base_ends_texts_in_another_way(trained, told, tmp_path):
+    base = write_tokenizer(tmp_path / "base", CHATML)
+    (base / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    ends = {} if trained is None else {"eos_token_id": trained}
+    assert new_end(Extras(token_ids=ends), base=str(base)) == told
