@@ -3,6 +3,7 @@
 Both sides train the Llama-shaped model of the README in bf16 on the same tokens, with the same cuts
 and the same activation policy. Memory is that of the whole process, training state included, above
 that of Python and its libraries. Each side is a process; the sides alternate step by step.
+Processor time, of all threads, depends less than the step time on what else the machine does.
 
     python -m experiments.trained_adapters --length 16Ki --steps 2 --output adapters.json
 """
@@ -61,17 +62,18 @@ def compare(options: argparse.Namespace, policy: str) -> dict[str, Any]:
         steps = [answer for (answer,) in answers[1:]]
         row[side] = {
             "step_s": statistics.median(step["step_s"] for step in steps),
+            "processor_s": statistics.median(step["step_s"] * step["cpu_share"] for step in steps),
             "peak_bytes": max(step["peak_bytes"] for step in steps),
             "planned_bytes": steps[0]["planned_bytes"],
         }
     everything, adapters = (row[side] for side in SIDES)
     ratios = {name: adapters[name] / everything[name] for name in everything}
     harness.print_table(
-        ("", "step", "memory", "planned memory"),
+        ("", "step", "processor time", "memory", "planned memory"),
         [
             (
                 side,
-                f"{row[side]['step_s']:.2f} s",
+                *(f"{row[side][name]:.2f} s" for name in ("step_s", "processor_s")),
                 *(f"{row[side][name] / 2**20:.0f} MiB" for name in ("peak_bytes", "planned_bytes")),
             )
             for side in SIDES
