@@ -8,7 +8,6 @@ Legend: V vocabulary, E hidden, N query heads, K key/value heads, D head size, F
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 
 from sppo.config.model import ModelConfig
@@ -49,22 +48,6 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-@lru_cache(maxsize=64)
-def layer_parameters(model: ModelConfig) -> int:
-    """Return the number of trainable scalars of one layer."""
-    return sum(prod(shape) for shape in layer_shapes(model).values())
-
-
-@lru_cache(maxsize=64)
-def outer_parameters(model: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of trainable scalars before and after the layers.
-
-    A tied embedding counts in both.
-    """
-    before, behind = (sum(map(prod, shapes.values())) for shapes in outer_parts(model))
-    return before, behind
-
-
 def outer_parts(model: ModelConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Return the shapes of parameters used before the layers, and of those used after.
 
@@ -99,7 +82,7 @@ def _of_layer(model: ModelConfig, index: int) -> dict[str, Shape]:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Return the number of trainable scalars of the whole model."""
+    """Return the number of scalars of the whole model."""
     return sum(prod(shape) for shape in parameter_shapes(model).values())
 
 
