@@ -269,7 +269,7 @@ def costs_without_activations(candidate: Candidate) -> Costs:
     kv_bytes, kv_gradient_bytes, passing_kv_bytes = (
         own[:, None] * lengths for own in kv_tokens(candidate)
     )
-    streamed_weights, streamed_gradients = streamed_bytes(candidate)
+    weight_bytes, gradient_bytes = streamed_bytes(candidate)
     return Costs(
         forward_s=seconds.forward + carried_down_s,
         backward_s=seconds.backward + carried_up_s,
@@ -287,8 +287,8 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         kv_gradient_bytes=kv_gradient_bytes,
         weight_bytes=lent * workload.element_bytes,
         weight_gradient_bytes=lent_trained * ACCUMULATION_BYTES,
-        streamed_weight_bytes=streamed_weights,
-        streamed_gradient_bytes=streamed_gradients,
+        streamed_weight_bytes=weight_bytes,
+        streamed_gradient_bytes=gradient_bytes,
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
         links=pipeline_links(candidate),
         copies=_engines(candidate, candidate.tier),
