@@ -23,7 +23,7 @@ from sppo.cost.packed_sequence import (
     parts_of_sequence,
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
-from sppo.cost.trainable import Trainable, layers_without_backward
+from sppo.cost.trainable import Trainable, layers_with_backward, layers_without_backward
 from sppo.hardware.description import Tier
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.orders.names import LOOPED, order_of
@@ -181,9 +181,8 @@ class Candidate:
 
     def layers_with_backward(self, stage: int) -> range:
         """Return the layers of a stage that have a backward, which may be none."""
-        first = layers_without_backward(self.workload.model, self.workload.trainable)
-        own = self.stages[stage]
-        return range(min(max(first, own.start), own.stop), own.stop)
+        model, trainable = self.workload.model, self.workload.trainable
+        return layers_with_backward(model, trainable, layers=self.stages[stage])
 
     @property
     def forward_only_stages(self) -> int:

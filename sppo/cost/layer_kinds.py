@@ -64,9 +64,8 @@ def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ..
     first, found = layers_without_backward(model, trainable), []
     for layer in range(model.num_layers):
         shapes = trainable.layer_shapes(model, layer)
-        trained = {name for name in shapes if trainable.trains(f"layers.{layer}.{name}")}
-        window = model.window_of(layer)
-        found.append(LayerKind(window, (*shapes.items(),), frozenset(trained), layer >= first))
+        trained, window = trainable.trained_names(model, layer), model.window_of(layer)
+        found.append(LayerKind(window, (*shapes.items(),), trained, layer >= first))
     return tuple(found)
 
 

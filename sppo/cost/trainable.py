@@ -23,7 +23,7 @@ from sppo.cost.parameters import (
     COLUMNS,
     Shape,
     layer_shapes,
-    outer_shapes,
+    outer_parts,
     parameter_shapes,
     stage_shapes,
 )
@@ -93,6 +93,11 @@ class Trainable:
         factors = {} if self.adapter is None else self.adapter.shapes(model, layer)
         return layer_shapes(model) | factors
 
+    def trained_names(self, model: ModelConfig, layer: int) -> frozenset[str]:
+        """Return the names within a layer of its parameters that train."""
+        names = self.layer_shapes(model, layer)
+        return frozenset(name for name in names if self.trains(f"layers.{layer}.{name}"))
+
     def stage_shapes(self, model: ModelConfig, layers: range) -> dict[str, Shape]:
         """Return the shapes of all parameters of a stage, by global name (:func:`stage_shapes`)."""
         return stage_shapes(model, layers) | self.factor_shapes(model, layers)
@@ -150,32 +155,27 @@ def layers_without_backward(model: ModelConfig, trainable: Trainable) -> int:
 
     The last layer has a backward even if only the head trains.
     """
-    if trainable.is_everything or any(
-        trainable.trains(name) for name in outer_shapes(model) if _is_before_layers(name)
-    ):
+    if trains_embedding(model, trainable):
         return 0
-    for layer in range(model.num_layers - 1):
-        names = trainable.layer_shapes(model, layer)
-        if any(trainable.trains(f"layers.{layer}.{name}") for name in names):
-            return layer
-    return model.num_layers - 1
+    last = model.num_layers - 1
+    return next((layer for layer in range(last) if trainable.trained_names(model, layer)), last)
+
+
+def layers_with_backward(model: ModelConfig, trainable: Trainable, *, layers: range) -> range:
+    """Return the layers of a stage that have a backward, which may be none."""
+    first = layers_without_backward(model, trainable)
+    return range(min(max(first, layers.start), layers.stop), layers.stop)
 
 
 def trains_embedding(model: ModelConfig, trainable: Trainable) -> bool:
-    """Return whether the gradient of the first layer's input is needed.
-
-    A tied embedding that trains is needed there, too.
-    """
-    return any(trainable.trains(name) for name in outer_shapes(model) if _is_before_layers(name))
+    """Return whether the embedding or learned positions train, a tied embedding included."""
+    before, _ = outer_parts(model)
+    return any(map(trainable.trains, before))
 
 
 def trains_head(model: ModelConfig, trainable: Trainable) -> bool:
     """Return whether the vocabulary projection trains, be it tied to the embedding or not."""
     return trainable.trains("embed.weight" if model.tie_embeddings else "head.weight")
-
-
-def _is_before_layers(name: str) -> bool:
-    return name.startswith(("embed.", "positions."))
 
 
 def trainable_of(

@@ -24,7 +24,7 @@ from sppo.activations.activation_layout import ActivationKey, ActivationLayout, 
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.cost.trainable import layers_without_backward, trains_embedding
+from sppo.cost.trainable import layers_with_backward, trains_embedding
 from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
@@ -68,9 +68,10 @@ class Stage:
         self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
         self.model = model if self._tensor is None else self._tensor.sharding.own_model
         self._layers, self._providers = layers, providers
-        trainable, first = providers.trainable, layers_without_backward(model, providers.trainable)
-        self._with_backward = range(max(layers.start, min(first, layers.stop)), layers.stop)
-        self._trains_below = layers.start > first or trains_embedding(model, trainable)
+        trainable = providers.trainable
+        self._with_backward = layers_with_backward(model, trainable, layers=layers)
+        below = layers_with_backward(model, trainable, layers=range(layers.start))
+        self._trains_below = len(below) > 0 or trains_embedding(model, trainable)
         self._adapter_scale = 1.0 if trainable.adapter is None else trainable.adapter.scale
         self.store, self._kv = providers.saved, providers.kv_store
         self._blocks = BlockLayout(
@@ -97,14 +98,7 @@ class Stage:
     def _trained_names(self) -> dict[int, frozenset[str]]:
         """Names within each layer with a backward of the parameters that train."""
         trainable = self._providers.trainable
-        return {
-            index: frozenset(
-                name
-                for name in trainable.layer_shapes(self.model, index)
-                if trainable.trains(f"layers.{index}.{name}")
-            )
-            for index in self._with_backward
-        }
+        return {index: trainable.trained_names(self.model, index) for index in self._with_backward}
 
     def prepare(
         self,

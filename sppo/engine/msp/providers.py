@@ -128,9 +128,10 @@ class ShardProviders(StageProviders):
 
         The rows are in the order of their first parameters.
         """
+        trained = self.trainable.trained_names(self.model, layer)
         found: dict[bool, dict[str, Shape]] = {}
         for name, shape in self.trainable.layer_shapes(self.model, layer).items():
-            found.setdefault(self.trainable.trains(f"layers.{layer}.{name}"), {})[name] = shape
+            found.setdefault(name in trained, {})[name] = shape
         return found
 
     def _shared_kv(self, shard: MspShard, layer: int) -> SharedKV:
