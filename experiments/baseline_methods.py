@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -43,7 +44,7 @@ from sppo.cost.memory.messages import exchanged_bytes
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.parameters import layer_parameters, num_parameters
+from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.stage_cost import stage_costs
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
@@ -273,7 +274,7 @@ def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory
     the embedding or the head.
     """
     model = candidate.workload.model
-    layer = layer_parameters(model)
+    layer = sum(map(prod, layer_shapes(model).values()))
     held = 2 * layer + model.vocab_size * model.hidden_size
     weights = min(stage.device.weights_bytes, held * candidate.workload.element_bytes)
     gradients = min(stage.device.gradients_bytes, held * ACCUMULATION_BYTES)
