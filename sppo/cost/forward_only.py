@@ -64,8 +64,8 @@ def forward_memory(
     element, on_cpu = candidate.workload.element_bytes, _on_cpu(candidate)
     running, sent = _running_bytes(candidate), _sent_bytes(candidate)
     # Sequences pass a stage one after another, each with its own K and V.
-    of_all_layers = kv_tokens(candidate)[0] + kv_tokens(candidate)[2]
-    of_stages = candidate.by_rank(of_all_layers * sum(candidate.lengths))
+    keys, _, passing_keys = kv_tokens(candidate)
+    of_stages = candidate.by_rank((keys + passing_keys) * sum(candidate.lengths))
     interleaves = candidate.schedule in ("interleaved_1f1b", "interleaved_seq1f1b")
     kv_bytes = of_stages.sum(axis=0) if interleaves else of_stages.max(axis=0)
     found = []

@@ -20,7 +20,7 @@ Shapes = tuple[tuple[str, Shape], ...]
 
 
 class LayerKind(NamedTuple):
-    """What the costs of a layer depend on, beside the shape of the model."""
+    """Properties of a layer on which its costs depend, beside the shape of the model."""
 
     window: int | None
     """Sliding window; None for full attention."""

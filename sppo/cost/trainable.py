@@ -31,7 +31,6 @@ from sppo.units import format_count
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 _WHOLE = {"norms": ("*norm.*",), "embed": ("embed.*",), "head": ("head.*",)}
-_HEAD_IF_TIED = ("embed.*",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +191,8 @@ def trainable_of(
         return Trainable(only=only)
     whole: list[str] = []
     for kind in adapter.also_train:
-        tied_head = kind == "head" and model.tie_embeddings
-        whole += _HEAD_IF_TIED if tied_head else _WHOLE[kind]
+        is_tied = kind == "head" and model.tie_embeddings
+        whole += _WHOLE["embed" if is_tied else kind]
     return Trainable(
         Adapter(adapter.rank, adapter.scale, adapter.targets or TARGETS, adapter.layers),
         tuple(whole),
