@@ -94,12 +94,12 @@ def sample_flops(
     return sum(step_flops(model, trainable, length=length, sequences=1) for length in lengths)
 
 
-def ignored_flops(model: ModelConfig, tokens: int, trainable: Trainable = EVERYTHING) -> int:
+def ignored_flops(model: ModelConfig, tokens: int, trainable: Trainable) -> int:
     """Return the FLOPs that a step saves for tokens whose label does not count: the head's."""
     return sum(head_flops(model, trainable)) * tokens
 
 
-def linear_flops(model: ModelConfig, trainable: Trainable = EVERYTHING) -> int:
+def linear_flops(model: ModelConfig, trainable: Trainable) -> int:
     """Return the FLOPs per token, forward and backward, of all products of layers and head."""
     kinds = kinds_of_model(model, trainable).items()
     layers = sum(sum(layer_flops(kind)) * count for kind, count in kinds)
