@@ -256,7 +256,9 @@ def check(case, directory):
     lines = train_ours(case, directory)
     ours = exported(directory)
     assert type(ours) is type(theirs)
-    assert_same_metrics(lines, train_theirs(case, theirs))
+    steps = train_theirs(case, theirs)
+    assert_same_metrics(lines, steps)
+    assert min(norm for _, norm in steps) > 0.5, "clipping has to be at work in every step"
     assert_same_weights(ours.state_dict(), theirs.state_dict(), before)
     expected = {0: at_start, STEPS: loss_of(case, ours)}
     assert validations(directory) == pytest.approx(expected, rel=1e-5)
