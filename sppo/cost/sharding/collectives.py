@@ -148,17 +148,16 @@ def _stage_with_collectives(
     gather_s = _gather_s(candidate, weights.layer)
     reduction_s = _reduction_s(candidate, gradients.layer)
     # A B gathers the weights of a layer twice if they are used to recompute an input, too.
-    layers = int(candidate.backward_layers[stage])
+    layers, trained = int(candidate.backward_layers[stage]), gradients.num_layers
     visits = 2 * layers - -(-layers // candidate.input_every)
     forward = _forward(candidate, weights, gradients, forward, gather_s=gather_s)
-    layers = gradients.num_layers
     backward = backward + _local_s(candidate, gradients.before_layers)
-    weight = weight + layers * _local_s(candidate, gradients.layer)
+    weight = weight + trained * _local_s(candidate, gradients.layer)
     embedding_s = _reduction_s(candidate, gradients.before_layers)
     deferring = candidate.schedule in DEFERRING_WEIGHTS
     hidden_s, exposed_s = visits * gather_s, 0.0
     if not deferring:
-        hidden_s += layers * reduction_s
+        hidden_s += trained * reduction_s
     if gradients.fits_beside_layer(gradients.before_layers):
         hidden_s += embedding_s
     else:
@@ -167,7 +166,7 @@ def _stage_with_collectives(
         hidden_s, exposed_s = hidden_s - waits_s, embedding_s + waits_s
     if deferring:
         backward = np.maximum(backward, hidden_s)
-        weight = np.maximum(weight, layers * reduction_s)
+        weight = np.maximum(weight, trained * reduction_s)
     else:
         backward = np.maximum(backward, hidden_s - weight)
     return forward, backward + exposed_s, weight
