@@ -87,9 +87,7 @@ def step_flops(
     return sum(model_flops(model, trainable, start=0, end=length)) * sequences
 
 
-def sample_flops(
-    model: ModelConfig, lengths: Iterable[int], trainable: Trainable = EVERYTHING
-) -> int:
+def sample_flops(model: ModelConfig, lengths: Iterable[int], trainable: Trainable) -> int:
     """Return the model FLOPs of forward and backward of samples that each attend to themselves."""
     return sum(step_flops(model, trainable, length=length, sequences=1) for length in lengths)
 

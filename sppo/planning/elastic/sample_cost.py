@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from sppo.cost.layer import Workload, attention_seconds, head_parts, layer_parts, summed
-from sppo.cost.layer_kinds import LayerKind, kinds_of_model
+from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import SampleParts
 from sppo.hardware.rates import Floats
 
@@ -60,7 +59,7 @@ class SampleCost:
         """
         parts = SampleParts(begins, ends, np.arange(len(begins)))
         seconds = np.zeros(len(begins))
-        for kind, layers in _kinds(self.workload).items():
+        for kind, layers in kinds_of_model(self.workload.model, self.workload.trainable).items():
             seconds += layers * sum(attention_seconds(self.workload, parts, kind=kind))
         return seconds
 
@@ -77,14 +76,9 @@ def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
     )
     parts = SampleParts(np.zeros_like(tokens), tokens, np.arange(len(tokens)))
     seconds = summed(head_parts(workload, tokens=tokens))
-    for kind, layers in _kinds(workload).items():
+    for kind, layers in kinds_of_model(workload.model, workload.trainable).items():
         passes = layer_parts(workload, parts, kind=kind)
         attention = sum(attention_seconds(workload, parts, kind=kind))
         own = sum(summed(passes[name]) for name in ("forward", "backward", "weight"))
         seconds = seconds + layers * (own - attention)
     return SampleCost(workload, np.concatenate([[0.0], tokens]), np.concatenate([[0.0], seconds]))
-
-
-def _kinds(workload: Workload) -> Counter[LayerKind]:
-    """Return the number of layers of each kind."""
-    return kinds_of_model(workload.model, workload.trainable)
