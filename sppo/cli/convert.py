@@ -147,8 +147,8 @@ def to_hf(
         from sppo.checkpoint.checkpoint import read_weights
         from sppo.model.hf_writing import DTYPES
         from sppo.model.merged_weights import MergedWeights
-        from sppo.training.base_weights import checked_start
-        from sppo.training.starting_weights import checkpoint_weights
+        from sppo.training.weights.base_weights import checked_start
+        from sppo.training.weights.starting_weights import checkpoint_weights
 
         checkpoint, saved = read_weights(source)
         metadata = checkpoint.metadata
@@ -207,8 +207,8 @@ def to_peft(
         check_any(source)
         from sppo.checkpoint.checkpoint import read_weights
         from sppo.model.peft_weights import save_adapter
-        from sppo.training.adapter_export import base_of_adapter, check_is_base
-        from sppo.training.base_weights import checked_start, run_of, start_of
+        from sppo.training.weights.adapter_export import base_of_adapter, check_is_base
+        from sppo.training.weights.base_weights import checked_start, run_of, start_of
 
         checkpoint, weights = read_weights(source)
         metadata = checkpoint.metadata

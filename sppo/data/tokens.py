@@ -108,7 +108,7 @@ class TokenMeta:
 
     @property
     def is_chat(self) -> bool:
-        """Whether documents are chats."""
+        """True if documents are chats."""
         return self.chat_template_sha256 is not None
 
     @property

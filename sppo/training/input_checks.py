@@ -142,7 +142,7 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
     """Return the problems for which `sppo train` or `sppo eval` would fail with enough memory."""
     problems = list(input_problems(run))
     if not problems:  # planning requires valid inputs
-        from sppo.training.starting_weights import check_weights
+        from sppo.training.weights.starting_weights import check_weights
 
         activations = run.activations.policy
         problems = [

@@ -38,7 +38,6 @@ from sppo.planning.too_large import tier_too_small
 from sppo.report.run_summary import AttentionSummary
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
-from sppo.training.base_weights import checked_start
 from sppo.training.devices.device import machine_of_ranks
 from sppo.training.job import Job, input_facts, mesh_shape
 from sppo.training.starting_checkpoint import (
@@ -47,9 +46,10 @@ from sppo.training.starting_checkpoint import (
     has_started,
     starting_checkpoint,
 )
-from sppo.training.starting_weights import check_weights
 from sppo.training.state import may_offload
 from sppo.training.validation.checked import CheckedValidation, check_validation
+from sppo.training.weights.base_weights import checked_start
+from sppo.training.weights.starting_weights import check_weights
 from sppo.units import format_bytes
 
 

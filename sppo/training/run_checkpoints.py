@@ -14,13 +14,13 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX, CheckpointManager, run_meta
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.checkpoint.newest import Checkpoint
 from sppo.data.tokens import TokenData
-from sppo.training.adapter_export import adapter_export
-from sppo.training.base_weights import base_of
 from sppo.training.job import Job
 from sppo.training.run_directory import require_output
 from sppo.training.starting_checkpoint import provenance
 from sppo.training.state import TrainingState
 from sppo.training.step import first_of, nonfinite_names
+from sppo.training.weights.adapter_export import adapter_export
+from sppo.training.weights.base_weights import base_of
 
 _log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.connections import connect_pipeline
 from sppo.training.job import Job
-from sppo.training.starting_weights import starting_weights
+from sppo.training.weights.starting_weights import starting_weights
 
 _log = logging.getLogger(__name__)
 

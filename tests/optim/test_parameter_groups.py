@@ -10,7 +10,7 @@ from sppo.cost.parameter_groups import by_update_rule, update_rule
 from sppo.offload.lane import Lane
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW, OptimizerRows
-from sppo.training.starting_weights import starting_weights
+from sppo.training.weights.starting_weights import starting_weights
 from tests.conftest import refuse, write_run
 from tests.optim.test_adamw import SHAPES, _tensors
 from tests.training.jobs import losses, train_alone, trained

@@ -14,9 +14,9 @@ from sppo.data.tokens import open_tokens
 from sppo.engine.engine import Engine
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.validation_plan import SetPlan
-from sppo.training.starting_weights import starting_weights
 from sppo.training.validation.evaluate import EvaluatedSet, evaluate_set
 from sppo.training.validation.sums import bins_of
+from sppo.training.weights.starting_weights import starting_weights
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_logits, reference_token_losses
 from tests.training.jobs import evaluate_initial, job_alone

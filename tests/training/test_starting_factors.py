@@ -2,7 +2,7 @@
 
 import torch
 
-from sppo.training.starting_weights import starting_weights
+from sppo.training.weights.starting_weights import starting_weights
 from tests.make import make_run
 
 FACTORS = ("layers.0.v.lora_a", "layers.1.down.lora_a", "layers.1.down.lora_b")

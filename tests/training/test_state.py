@@ -10,8 +10,8 @@ from sppo.config import load_run
 from sppo.training import state as state_module
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.preflight import preflight
-from sppo.training.starting_weights import starting_weights
 from sppo.training.state import build_state
+from sppo.training.weights.starting_weights import starting_weights
 from tests.conftest import write_run
 from tests.fake_cuda import fake_gpu
 from tests.training.jobs import job_alone

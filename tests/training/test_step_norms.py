@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sppo.config import load_run
-from sppo.training.starting_weights import starting_weights
+from sppo.training.weights.starting_weights import starting_weights
 from tests.training.jobs import losses, records, train_alone, trained
 
 MODEL = {"num_layers": 2, "qk_norm": True, "tie_embeddings": True}

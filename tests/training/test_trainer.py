@@ -13,7 +13,7 @@ from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.preflight import preflight
-from sppo.training.starting_weights import starting_weights
+from sppo.training.weights.starting_weights import starting_weights
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_loss
 from tests.training.jobs import job_alone, records, summary, train_alone

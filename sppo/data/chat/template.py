@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @cached_property
     def method(self) -> Literal["marked", "turns", "prefixes"]:
-        """How messages of the assistant are found.
+        """Method that finds the messages of the assistant.
 
         ``marked``: by ``{% generation %}`` marks. ``turns``: after the generation prompt.
         ``prefixes``: after the messages before, for templates without a generation prompt.

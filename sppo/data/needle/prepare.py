@@ -57,7 +57,7 @@ at different places of it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needles:
-    """Which documents are asked for: some of each length and depth."""
+    """Documents with a needle that are asked for: some of each length and depth."""
 
     lengths: Sequence[int]
     """Numbers of tokens of a document."""

@@ -19,17 +19,17 @@ from sppo.engine.providers.part_rows import Rows
 from sppo.optim.sharded_state import ShardedState
 from sppo.planning.plan import ExecutionPlan
 from sppo.quoting import quoted
-from sppo.training.base_weights import checked_start, has_base
 from sppo.training.connections import connect_pipeline
 from sppo.training.job import Job
 from sppo.training.starting_checkpoint import starting_checkpoint
-from sppo.training.starting_weights import (
+from sppo.training.state import DTYPES, state_tier, used_weights, zero_rows
+from sppo.training.weights.base_weights import checked_start, has_base
+from sppo.training.weights.starting_weights import (
     SavedWeights,
     check_weights,
     checkpoint_weights,
     starting_weights,
 )
-from sppo.training.state import DTYPES, state_tier, used_weights, zero_rows
 
 
 @dataclass(frozen=True, slots=True)

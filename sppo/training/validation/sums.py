@@ -58,7 +58,7 @@ class SetLosses:
 
     @property
     def exact_samples(self) -> NDArray[np.bool_]:
-        """Whether each sample has labels and is an exact match."""
+        """True for each sample that has labels and is an exact match."""
         is_exact: NDArray[np.bool_] = self.sample_correct == self.sample_labels
         return is_exact & (self.sample_labels > 0)
 

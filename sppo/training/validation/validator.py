@@ -80,7 +80,7 @@ class Validator:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best checkpoint is kept."""
+        """True if the best checkpoint is kept."""
         return self._config.keep_best
 
     @property

@@ -22,8 +22,8 @@ from sppo.model.hf_reading import open_hf_weights
 from sppo.model.peft_format import peft_config
 from sppo.model.peft_weights import save_adapter
 from sppo.quoting import quoted
-from sppo.training.base_weights import run_of, start_of
-from sppo.training.starting_weights import checkpoint_weights
+from sppo.training.weights.base_weights import run_of, start_of
+from sppo.training.weights.starting_weights import checkpoint_weights
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead, initial_weight
 from sppo.model.merged_weights import MergedWeights
 from sppo.model.peft_weights import open_adapter
-from sppo.training.base_weights import has_base, run_of, start_of
+from sppo.training.weights.base_weights import has_base, run_of, start_of
 
 
 def starting_weights(
