@@ -24,7 +24,7 @@ from sppo.kernels.attention import interface, rectangle_attention
 from sppo.kernels.attention.choice import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_lane, lane, state_memory
-from sppo.training import starting_weights
+from sppo.training.weights import starting_weights
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
