@@ -274,7 +274,7 @@ def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory
     the embedding or the head.
     """
     model = candidate.workload.model
-    layer = sum(map(prod, layer_shapes(model).values()))
+    layer = sum(map(prod, layer_shapes(model, 0).values()))
     held = 2 * layer + model.vocab_size * model.hidden_size
     weights = min(stage.device.weights_bytes, held * candidate.workload.element_bytes)
     gradients = min(stage.device.gradients_bytes, held * ACCUMULATION_BYTES)

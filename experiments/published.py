@@ -24,7 +24,7 @@ from experiments.baseline_methods import METHODS, Method
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS as MODELS
+from sppo.config.model.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import PART_NAMES, Workload

@@ -20,7 +20,7 @@ _PAGES = {
     "sppo/activations/policy.py": "policies.md",
     "sppo/cli": "commands.md",
     "sppo/cli/exit_codes.py": "exit_codes.md",
-    "sppo/config/presets.py": "presets.md#models",
+    "sppo/config/model/presets.py": "presets.md#models",
     "sppo/hardware/presets.py": "presets.md#machines",
     "sppo/planning/plan.py": "files.md#planjson",
     "sppo/report/metrics.py": "files.md#metricsjsonl",

@@ -23,7 +23,7 @@ from sppo.activations import policy, tensor_classes
 from sppo.cli.exit_codes import MEANINGS
 from sppo.config import rules
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.presets import PRESETS as MACHINES

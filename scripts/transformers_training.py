@@ -112,7 +112,7 @@ def trained(preset: str, *, tokens: Path, length: int, steps: int) -> dict[str, 
 
     from sppo.config import ModelConfig
     from sppo.config.huggingface.model_config import hf_config
-    from sppo.config.presets import PRESETS
+    from sppo.config.model.presets import PRESETS
     from sppo.data.tokens import open_tokens
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
+from sppo.config.model import Activation
 from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.parameter_groups import UpdateRule
 from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import token_losses
-from sppo.kernels.elementwise import Activation
 from sppo.kernels.linear import accumulate_bias_gradient
 from sppo.kernels.rotary import RotaryTable, rotate
 from sppo.optim.fused_adamw import FusedAdamW

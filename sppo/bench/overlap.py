@@ -24,7 +24,7 @@ from sppo.activations.tensor_classes import class_bytes_per_token
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Watcher
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.call import AttentionCall
@@ -207,7 +207,7 @@ class _ForwardWork:
         operands.begin()
         model, dtype = layer.model, DTYPES[layer.dtype]
         self.tokens, self.context, self._kind = tokens, context, operands.device
-        matrices = [shape for shape in layer_shapes(model).values() if len(shape) == 2]
+        matrices = [shape for shape in layer_shapes(model, 0).values() if len(shape) == 2]
         self._weights = [operands.take(*shape, dtype=dtype) for shape in matrices]
         widths = {weight.shape[1] for weight in self._weights}
         self._inputs = {width: operands.take(tokens, width, dtype=dtype) for width in widths}

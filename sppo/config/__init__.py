@@ -2,7 +2,7 @@
 
 from sppo.config.loading import check_run, load_run, run_sections
 from sppo.config.model import ModelConfig, RopeScaling
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.config.problems import ConfigError, Problem
 from sppo.config.run import RunConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sppo.config.adapter import AdapterConfig
 from sppo.config.huggingface.model_config import model_fields, read_config
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.config.run import RunConfig
 
 _log = logging.getLogger(__name__)

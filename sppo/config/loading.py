@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sppo.config.base import LONGEST, Section
 from sppo.config.huggingface.model_config import model_fields, read_config
 from sppo.config.longest_document import longest_document
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of
 from sppo.config.rules import broken_rules
 from sppo.config.run import DataConfig, RunConfig

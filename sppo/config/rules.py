@@ -329,11 +329,28 @@ def _decay_suits_schedule(run: RunConfig) -> Broken:
         )
 
 
-def _window_fits(run: RunConfig) -> Broken:
-    """``model.sliding_window_first_layer`` is at most the number of layers."""
-    if run.model.sliding_window_first_layer > run.model.num_layers:
-        rule = f"beyond the last of {run.model.num_layers} layers"
-        yield "model.sliding_window_first_layer", rule
+_UNBUILT = {
+    "experts": None,
+    "norm_placement": "pre",
+    "norm_offset": False,
+    "attention_scale": None,
+    "attention_sinks": False,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logits_scale": 1.0,
+    "rotary_fraction": 1.0,
+    "rotary_layers": None,
+    "sliding_rope_theta": None,
+}
+
+
+def _model_is_built(run: RunConfig) -> Broken:
+    """A model has no property that layers do not compute yet."""
+    for key, only in _UNBUILT.items():
+        if getattr(run.model, key) != only:
+            yield f"model.{key}", "not computed yet; leave it out"
+    if run.model.qk_norm == "all" or run.model.mlp in ("swiglu_clamped", "geglu_tanh", "relu2"):
+        yield "model", "qk_norm all, and this mlp, are not computed yet"
 
 
 def _adapter_suits_model(run: RunConfig) -> Broken:
@@ -411,7 +428,7 @@ def _validation_has_sets(run: RunConfig) -> Broken:
 
 RULES = (
     _data_is_named_once,
-    _window_fits,
+    _model_is_built,
     _adapter_suits_model,
     _trained_are_named_once,
     _family_computes_it,

@@ -28,6 +28,7 @@ from sppo.config.base import (
 from sppo.config.mixture import Sources
 from sppo.config.model import ModelConfig
 from sppo.config.optimizer import OptimizerConfig
+from sppo.config.routing import RoutingConfig
 from sppo.config.start import StartConfig
 from sppo.config.track import TrackConfig, TrackerName
 from sppo.config.validation import HELD_OUT, ValidationConfig, ValidationSet
@@ -373,6 +374,8 @@ class RunConfig(Section):
     """Tiers of the training state."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Update of the weights."""
+    routing: RoutingConfig = RoutingConfig()
+    """Training of the routers of a mixture of experts."""
     train: TrainConfig = TrainConfig()
     """Length, precision and output directory of the training."""
     planning: PlanningConfig = PlanningConfig()

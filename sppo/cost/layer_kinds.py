@@ -1,7 +1,7 @@
 """Kinds of layers: those of one kind have the same parameters and take equally long.
 
-Layers differ by their sliding window, by the factors of adapters that they have, by what trains in
-them, and by whether they have a backward.
+Layers differ by their type (window, rotation, experts), by the factors of adapters that they have,
+by what trains in them, and by whether they have a backward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from sppo.config.model import ModelConfig
+from sppo.config.model import LayerType, ModelConfig
 from sppo.cost.parameters import Shape
 from sppo.cost.trainable import LORA_A, Trainable, layers_without_backward
 
@@ -22,14 +22,19 @@ Shapes = tuple[tuple[str, Shape], ...]
 class LayerKind(NamedTuple):
     """Properties of a layer on which its costs depend, beside the shape of the model."""
 
-    window: int | None
-    """Sliding window; None for full attention."""
+    type: LayerType
+    """Attention, rotation and MLP of the layer."""
     shapes: Shapes
     """All parameters, factors of adapters included."""
     trained: frozenset[str]
     """Names of the parameters that train."""
     has_backward: bool
     """Whether anything trains in the layer or below it."""
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window; None for full attention."""
+        return self.type.window
 
     @property
     def matrices(self) -> Shapes:
@@ -64,8 +69,8 @@ def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ..
     first, found = layers_without_backward(model, trainable), []
     for layer in range(model.num_layers):
         shapes = trainable.layer_shapes(model, layer)
-        trained, window = trainable.trained_names(model, layer), model.window_of(layer)
-        found.append(LayerKind(window, (*shapes.items(),), trained, layer >= first))
+        trained, kind = trainable.trained_names(model, layer), model.layer_type(layer)
+        found.append(LayerKind(kind, (*shapes.items(),), trained, layer >= first))
     return tuple(found)
 
 

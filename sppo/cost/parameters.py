@@ -3,14 +3,17 @@
 Names do not depend on stage, rank or schedule, so a checkpoint written with one layout can be read
 with another. Linear weights are stored ``[outputs, inputs]``.
 
-Legend: V vocabulary, E hidden, N query heads, K key/value heads, D head size, F MLP width.
+The experts of a layer are stacked: ``expert_gate.weight`` is ``[X, F, E]``.
+
+Legend: V vocabulary, E hidden, N query heads, K key/value heads, D head size, F MLP width, X
+experts.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from sppo.config.model import ModelConfig
+from sppo.config.model import Experts, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -21,6 +24,7 @@ COLUMNS = ("o", "down")
 """Projections that Megatron shards by columns; one device holds the bias, which is added to the
 group's sum. `ROWS` are sharded by rows, including their biases."""
 
+_PLACEMENTS = ("pre", "post")
 _KINDS = {
     **dict.fromkeys(("embed", "positions"), "embed"),
     **dict.fromkeys(("gate", "up", "down"), "mlp"),
@@ -28,23 +32,53 @@ _KINDS = {
 }
 
 
-def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
+def layer_shapes(model: ModelConfig, layer: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of a layer, by name without the ``layers.i.`` prefix."""
-    e, f = model.hidden_size, model.mlp_size
-    nd, kd = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
+    e, d = model.hidden_size, model.head_dim
+    heads, kv_heads, bias = model.num_heads, model.kv_heads, model.qkv_bias
+    normed_inputs, normed_outputs = (model.norm_placement in (one, "both") for one in _PLACEMENTS)
     shapes: dict[str, Shape] = {}
-    shapes |= _norm("attention_norm", model)
-    shapes |= _linear("q", nd, e, bias=model.qkv_bias)
-    shapes |= _linear("k", kd, e, bias=model.qkv_bias)
-    shapes |= _linear("v", kd, e, bias=model.qkv_bias)
-    if model.qk_norm:
-        shapes |= {"q_norm.weight": (model.head_dim,), "k_norm.weight": (model.head_dim,)}
-    shapes |= _linear("o", e, nd, bias=model.output_bias)
-    shapes |= _norm("mlp_norm", model)
-    if model.gated:
-        shapes |= _linear("gate", f, e, bias=model.mlp_bias)
-    shapes |= _linear("up", f, e, bias=model.mlp_bias)
-    shapes |= _linear("down", e, f, bias=model.mlp_bias)
+    if normed_inputs:
+        shapes |= _norm("attention_norm", model)
+    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        shapes |= _linear(name, count * d, e, bias=bias)
+    if model.qk_norm is not None:
+        normed = {"q_norm": heads, "k_norm": kv_heads}
+        shapes |= {
+            f"{name}.weight": (count * d if model.qk_norm == "all" else d,)
+            for name, count in normed.items()
+        }
+    if model.attention_sinks:
+        shapes["sinks.weight"] = (heads,)
+    shapes |= _linear("o", e, heads * d, bias=model.output_bias)
+    if normed_outputs:
+        shapes |= _norm("attention_post_norm", model)
+    if normed_inputs:
+        shapes |= _norm("mlp_norm", model)
+    if model.experts is not None and model.layer_type(layer).routed:
+        shapes |= _expert_shapes(model.experts, width=e)
+    else:
+        shapes |= _mlp("", e, model.mlp_size, gated=model.gated, bias=model.mlp_bias)
+    if normed_outputs:
+        shapes |= _norm("mlp_post_norm", model)
+    return shapes
+
+
+def _mlp(prefix: str, width: int, size: int, *, gated: bool, bias: bool) -> dict[str, Shape]:
+    shapes = _linear(f"{prefix}gate", size, width, bias=bias) if gated else {}
+    shapes |= _linear(f"{prefix}up", size, width, bias=bias)
+    return shapes | _linear(f"{prefix}down", width, size, bias=bias)
+
+
+def _expert_shapes(experts: Experts, *, width: int) -> dict[str, Shape]:
+    """Return the shapes of a router, of all experts stacked, and of a shared MLP."""
+    shapes = _linear("router", experts.count, width, bias=experts.router_bias)
+    own = _mlp("expert_", width, experts.mlp_size, gated=True, bias=experts.bias)
+    shapes |= {name: (experts.count, *shape) for name, shape in own.items()}
+    if experts.shared_mlp_size:
+        shapes |= _mlp("shared_", width, experts.shared_mlp_size, gated=True, bias=False)
+    if experts.shared_switch:
+        shapes |= _linear("shared_switch", 1, width, bias=False)
     return shapes
 
 
@@ -78,7 +112,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def _of_layer(model: ModelConfig, index: int) -> dict[str, Shape]:
-    return {f"layers.{index}.{name}": shape for name, shape in layer_shapes(model).items()}
+    return {f"layers.{index}.{name}": shape for name, shape in layer_shapes(model, index).items()}
 
 
 def num_parameters(model: ModelConfig) -> int:

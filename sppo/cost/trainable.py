@@ -54,7 +54,7 @@ class Adapter:
         """Return the shapes of the factors of a layer, by name without ``layers.i.``."""
         if self.layers is not None and layer not in self.layers:
             return {}
-        base = layer_shapes(model)
+        base = layer_shapes(model, layer)
         found: dict[str, Shape] = {}
         for target in self.targets:
             if f"{target}.weight" in base:
@@ -90,7 +90,7 @@ class Trainable:
     def layer_shapes(self, model: ModelConfig, layer: int) -> dict[str, Shape]:
         """Return the shapes of all parameters of a layer, factors included, by name within it."""
         factors = {} if self.adapter is None else self.adapter.shapes(model, layer)
-        return layer_shapes(model) | factors
+        return layer_shapes(model, layer) | factors
 
     def trained_names(self, model: ModelConfig, layer: int) -> frozenset[str]:
         """Return the names within a layer of its parameters that train."""
@@ -225,7 +225,8 @@ def trainable_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
             yield "train.only", f"train.only: {matches_none(glob, names)}"
     if run.adapter is None:
         return
-    base, targets = layer_shapes(run.model), run.adapter.targets or TARGETS
+    first, last = (layer_shapes(run.model, layer) for layer in (0, run.model.num_layers - 1))
+    base, targets = first | last, run.adapter.targets or TARGETS
     sides = {name: base[f"{name}.weight"] for name in targets if f"{name}.weight" in base}
     smallest = min(sides, key=lambda name: min(sides[name]))
     outputs, inputs = sides[smallest]

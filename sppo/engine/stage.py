@@ -352,7 +352,7 @@ class Stage:
                 unit.runs,
                 unsaved,
                 self._heads,
-                window=self.model.window_of(index),
+                window=self.model.layer_type(index).window,
                 document_starts=unit.span.document_starts,
                 offload=offload,
             )

@@ -16,16 +16,14 @@ Legend: C tokens, E hidden, F MLP width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sppo.config.model import Activation
 from sppo.kernels.fused import fused, fused_in_place
 from sppo.kernels.row_tiles import row_tiles
-
-Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

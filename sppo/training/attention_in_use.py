@@ -109,9 +109,7 @@ def _cases(
     With a plan, also spans that some kernels do not take; else those that plans are priced for.
     """
     model, degree = run.model, run.parallel.sequence_parallel_degree
-    windows = [model.sliding_window is not None]
-    if windows[0] and model.sliding_window_first_layer:
-        windows.insert(0, False)
+    windows = sorted({window is not None for window in model.windows})
     single = [has_documents(run)]
     if plan is not None:
         cuts = pairwise(plan.boundaries)

@@ -16,6 +16,7 @@ from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.config.base import Section
 from sppo.config.json_file import JsonError, read_json
+from sppo.config.model import upgraded_fields
 from sppo.config.start_model import CONFIG_FILE
 from sppo.output_file import PARTIAL, write_json
 from sppo.quoting import quoted
@@ -170,6 +171,8 @@ def _check_same(run: RunConfig, config: Path) -> None:
         ) from None
     if not isinstance(before, dict):
         raise ValueError(f"{config} is no run's configuration; choose another train.output")
+    if isinstance(before.get("model"), dict):
+        before["model"] = upgraded_fields(before["model"])
     differences = list(_differences(_completed(before, run), run.model_dump(mode="json")))
     if differences:
         listed = "\n".join(f"  {line}" for line in differences)

@@ -34,7 +34,7 @@ _TINY = {
     "num_kv_heads": 1,
     "mlp_size": 32,
     "max_positions": 2 * _WARM_UP_TOKENS,
-    "sliding_window_first_layer": 0,
+    "layer_types": None,
 }
 
 
@@ -66,7 +66,7 @@ def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
         cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
         update = {
             "num_layers": 1,
-            "sliding_window_first_layer": 0,
+            "layer_types": None,
             "max_positions": max(run.model.max_positions or 0, cuts[-1]),
         }
         model = run.model.model_copy(update=update)

@@ -15,7 +15,7 @@ from sppo.activations.activation_layout import (
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.schedule.program_text import parse_action
 
 LAYERS = range(3, 6)

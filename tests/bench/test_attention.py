@@ -13,7 +13,7 @@ from sppo.bench.attention import (
 from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cli.bench_tables import attention_screen
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from tests.bench.test_timing import Watcher, bench_of
 
 ONCE = Rounds(count=1, window_s=0.0)

@@ -11,7 +11,7 @@ from sppo.bench import messages, suite
 from sppo.bench.hardware_description import describe
 from sppo.bench.messages import MessageMeasurements, measure_messages
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS as MODELS
+from sppo.config.model.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import message_bytes, message_seconds

@@ -6,7 +6,7 @@ import pytest
 
 from sppo.config import load_run
 from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.model.hf_writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from tests.cli.answers import one_line

@@ -111,7 +111,7 @@ def test_what_keys_mean(family, keys, fields):
 )
 def test_sliding_windows(family, keys, windows):
     model = read(family, **keys)
-    assert [model.window_of(layer) for layer in range(3)] == windows
+    assert [model.layer_type(layer).window for layer in range(3)] == windows
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -252,7 +252,7 @@ def test_directories(tmp_path, text, word):
     with pytest.raises(ValueError, match=word):
         model_fields(read_config(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config_json("qwen3", head_dim=10)))
-    assert model_fields(read_config(tmp_path))["qk_norm"] is True
+    assert model_fields(read_config(tmp_path))["qk_norm"] == "head"
 
 
 # Export
@@ -301,13 +301,13 @@ def rotary_models(draw):
         max_positions=draw(st.integers(1, 999)),
         rope_theta=draw(st.floats(1.0, 1e7, exclude_min=scaling is not None)),  # yarn needs it
         rope_scaling=scaling,
-        qk_norm=family == "qwen3",
+        qk_norm="head" if family == "qwen3" else None,
         qkv_bias=biased or family == "qwen2",
         output_bias=biased,
         mlp_bias=draw(st.booleans()) if family == "llama" else False,
         tie_embeddings=draw(st.booleans()),
         sliding_window=window,
-        sliding_window_first_layer=first,
+        layer_types=["full"] * first + ["sliding"] * (layers - first) if first else None,
     )
 
 
@@ -343,7 +343,7 @@ def test_a_family_is_chosen_when_none_is_named(preset, changes, family):
         ({"norm": "layernorm"}, ["no Hugging Face family", "norm is layernorm, needs rmsnorm"]),
         ({"output_bias": True}, ["needs qkv_bias equal to output_bias"]),
         ({"position": "learned"}, ["position is learned, needs rotary", "norm is rmsnorm"]),
-        ({"family": "llama", "qk_norm": True}, ["llama does not compute", "qk_norm is true"]),
+        ({"family": "llama", "qk_norm": True}, ["llama does not compute", "qk_norm is head"]),
         ({"family": "llama", "sliding_window": 9}, ["needs no layer with a sliding_window"]),
         ({"family": "qwen2"}, ["qkv_bias is false, needs true"]),
     ],

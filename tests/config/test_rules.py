@@ -38,7 +38,7 @@ TWO_REPLICAS = {"data_parallel_degree": 2}
         {"sequence": {"boundaries": [0, 63, 64], "num_subsequences": 2}},
         {"sequence": {"num_subsequences": 64}},
         {"model": {"family": "mistral"}},
-        {"model": {**WINDOW, "sliding_window_first_layer": 2}},
+        {"model": {**WINDOW, "layer_types": ["full", "sliding"]}},
         {"model": LEARNED},
         {"model": {"max_positions": 32}},  # rotary positions have no table
         *({"parallel": {f"{kind}_parallel_degree": 128}} for kind in ("data", "pipeline")),
@@ -98,10 +98,6 @@ def test_what_goes_together(sections):
         (
             {"model": {"family": "gpt2"}},
             "model.family gpt2 does not compute this model: norm is rmsnorm, needs layernorm; ",
-        ),
-        (
-            {"model": {**WINDOW, "sliding_window_first_layer": 3}},
-            "model.sliding_window_first_layer 3 beyond the last of 2 layers",
         ),
         (
             {"model": LEARNED, "sequence": {"length": 65}},
@@ -205,7 +201,7 @@ def test_broken_rules_of_several_sections_are_all_told():
     found = problems(
         sequence={"num_subsequences": 65},
         parallel={"schedule": "gpipe", "multiplexed": "on"},
-        model={**WINDOW, "sliding_window_first_layer": 3},
+        model={"family": "gpt2"},
     )
     assert len(found) == 3
 

@@ -37,7 +37,7 @@ def test_heads_are_derived():
         (ModelConfig, {"num_heads": 64}, "hidden_size 32 is not a multiple of num_heads 64"),
         (ModelConfig, {"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         (ModelConfig, {"num_kv_heads": 8}, "num_heads 4 is not a multiple of num_kv_heads 8"),
-        (ModelConfig, {"head_size": 7}, "head_size 7 is odd"),
+        (ModelConfig, {"head_size": 7}, "7 dimensions of a head are rotated"),
         (ModelConfig, {"position": "learned"}, "learned positions need max_positions"),
         (ModelConfig, {**LEARNED, "rope_scaling": {"type": "linear"}}, "to rotary positions"),
         (ModelConfig, {"rope_theta": 1, "rope_scaling": YARN}, "yarn needs rope_theta above 1"),
@@ -80,8 +80,8 @@ def test_sizes_and_scales_of_models(key, value):
 
 
 def test_windows_of_layers():
-    model = ModelConfig(**SHAPE, sliding_window="1Ki", sliding_window_first_layer=1)
-    assert [model.window_of(layer) for layer in range(2)] == [None, 1024]
+    model = ModelConfig(**SHAPE, sliding_window="1Ki", layer_types=["full", "sliding"])
+    assert [model.layer_type(layer).window for layer in range(2)] == [None, 1024]
 
 
 def test_factors_of_scaling():

@@ -133,7 +133,7 @@ def train_once(model, *, policy):
 def test_every_kernel_of_a_step_is_counted(counted, name, policy):
     model = model_of(name)
     train_once(model, policy=policy)
-    passes = layer_work(model, element_bytes=4, trained=layer_shapes(model))
+    passes = layer_work(model, element_bytes=4, trained=layer_shapes(model, 0))
     work = passes["forward"] + passes["backward"]
     work += saving_work(model, names=saved_tensors(policy, model))
     if policy == "keep_attention":

@@ -55,7 +55,9 @@ class ProductFlops(TorchDispatchMode):
 def attention_flops(model, length, trainable=EVERYTHING):
     """Forward and backward, twice the forward, of layers that have them."""
     first = layers_without_backward(model, trainable)
-    pairs = [causal_pairs(0, length, window=model.window_of(i)) for i in range(model.num_layers)]
+    pairs = [
+        causal_pairs(0, length, window=model.layer_type(i).window) for i in range(model.num_layers)
+    ]
     each = 4 * model.num_heads * model.head_dim
     return each * sum(pairs), 2 * each * sum(pairs[first:])
 

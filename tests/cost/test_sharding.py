@@ -120,7 +120,7 @@ def test_priced_bytes_are_those_executed(degrees, schedule, vocab_size, zero):
     sent = executed_bytes(run, hardware)
     share = 1 - 1 / (degrees[0] * degrees[2])
     # A stage's last layer is not gathered twice where its B begins with it, or its next F.
-    layer = 4 * sum(map(prod, layer_shapes(run.model).values())) * (zero == 3)
+    layer = 4 * sum(map(prod, layer_shapes(run.model, 0).values())) * (zero == 3)
     spared = priced - sent * share
     units_per_step = len(candidate.lengths) * candidate.sequences
     assert (spared >= -1e-6 * priced).all()
@@ -142,14 +142,14 @@ def stage_of_three(zero, rate, **change):
         zero=zero,
         **change,
     )
-    layers = 2 * sum(map(prod, layer_shapes(model).values())) * 3 / 4
+    layers = 2 * sum(map(prod, layer_shapes(model, 0).values())) * 3 / 4
     return stage_seconds(candidate), layers
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_recomputing_keys_waits_for_gathers_of_whole_layers(zero):
     model = run_of((1, 1, 1), zero=1).model
-    elements = 2 * sum(map(prod, layer_shapes(model).values())) * 3 / 4
+    elements = 2 * sum(map(prod, layer_shapes(model, 0).values())) * 3 / 4
     found = {}
     for rate in (1e15, 1e3):
         candidate = Candidate(
@@ -212,7 +212,7 @@ def test_between_stages_the_last_reduction_is_hidden_unless_gradients_leave(leav
         zero=3,
         state=StateTiers(gradients="host" if leaves else "device"),
     )
-    layer = sum(map(prod, layer_shapes(model).values())) * 3 / 4
+    layer = sum(map(prod, layer_shapes(model, 0).values())) * 3 / 4
     reduce_s = stage_seconds(candidate).reduce_s
     assert reduce_s[1:] == pytest.approx(np.array([1, leaves, leaves]) * layer * 4 / 1e9)
 
@@ -237,7 +237,7 @@ def test_ends_without_room_beside_a_layer_are_exposed():
         last = 4 * 3 / 4 / rate
         embedding = prod(outer_shapes(model)["embed.weight"]) * last
         head = embedding + model.hidden_size * last
-        layer = sum(map(prod, layer_shapes(model).values())) * last
+        layer = sum(map(prod, layer_shapes(model, 0).values())) * last
     traffic = 1e-9
     backward, forward = found[400]
     assert (backward >= embedding + layer).all()

@@ -67,7 +67,7 @@ def test_what_trains_everything_by_globs_costs_as_much_as_full_training(schedule
 def test_model_flops_of_adapters_by_hand():
     """Frozen weights count 4 FLOPs a token, factors 6, and nothing is behind layer 8 but these."""
     trainable = ADAPTERS["upper layers"]
-    shapes = layer_shapes(MODEL).values()
+    shapes = layer_shapes(MODEL, 0).values()
     weights = sum(prod(shape) for shape in shapes if len(shape) == 2)
     factors = sum(64 * sum(shape) for shape in shapes if len(shape) == 2)
     head, pairs, tokens = MODEL.vocab_size * MODEL.hidden_size, 4096 * 4097 // 2, 4096
@@ -111,7 +111,9 @@ def test_thin_products_take_the_time_of_their_wide_operands():
         stage_seconds(way(each, hardware=slow)).forward
         for each in (one, Trainable(None, ("layers.0.q.weight",)))
     )
-    wide = sum(shape[1] + 2 * shape[0] for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    wide = sum(
+        shape[1] + 2 * shape[0] for shape in layer_shapes(MODEL, 0).values() if len(shape) == 2
+    )
     expected = MODEL.num_layers * wide * 2 * np.array(LENGTHS) / rate
     assert thin - none == pytest.approx(expected[None, :], rel=1e-6)
 
@@ -141,7 +143,7 @@ def test_weight_halves_of_adapters_are_small():
 
 def test_only_gradients_of_what_trains_are_sent_back():
     full, adapted = (costs_without_activations(way(each)) for each in (EVERYTHING, LORA))
-    factors = sum(16 * sum(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    factors = sum(16 * sum(shape) for shape in layer_shapes(MODEL, 0).values() if len(shape) == 2)
     assert adapted.weight_gradient_bytes.tolist() == [MODEL.num_layers * factors * 4]
     assert adapted.weight_bytes - full.weight_bytes == MODEL.num_layers * factors * 2
 
@@ -166,7 +168,9 @@ def test_replicas_reduce_gather_and_update_what_trains():
     trainable = ADAPTERS["upper layers"]
     asked = way(trainable, **change)
     seconds = stage_seconds(asked)
-    in_a_layer = sum(64 * sum(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    in_a_layer = sum(
+        64 * sum(shape) for shape in layer_shapes(MODEL, 0).values() if len(shape) == 2
+    )
     trained = in_a_layer * np.array([0, 0, 1, 2])  # layers 8, 12, 13 of four a stage
     rate = PERFECT.network.intra_node_bytes_per_s
     assert seconds.reduce_s == pytest.approx(trained * (4 + 2) * 3 / 4 / rate)
@@ -183,7 +187,7 @@ def test_whole_weights_are_gathered_and_gradients_of_what_trains_are_reduced():
         stage_seconds(way(each, hardware=slow, data_parallel_degree=2, zero=3))
         for each in (EVERYTHING, Trainable(None, ("layers.1?.q.weight",)))
     ]
-    layer = sum(map(prod, layer_shapes(MODEL).values()))
+    layer = sum(map(prod, layer_shapes(MODEL, 0).values()))
     outer = MODEL.vocab_size * MODEL.hidden_size
     sent = 1 / 2 / 1e6
     # Six layers have a backward, and each gathers its weights (2 bytes), and reduces q (4 bytes).
@@ -197,7 +201,7 @@ def test_whole_weights_are_gathered_and_gradients_of_what_trains_are_reduced():
 def test_weights_stream_whole_and_gradients_if_they_train():
     state = StateTiers(weights="host", gradients="host", optimizer="host")
     weights, gradients = streamed_bytes(way(ADAPTERS["upper layers"], state=state))
-    factors = sum(64 * sum(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    factors = sum(64 * sum(shape) for shape in layer_shapes(MODEL, 0).values() if len(shape) == 2)
     assert weights == 2 * (num_parameters(MODEL) + 3 * factors)
     assert gradients == 4 * 3 * factors
 

@@ -24,8 +24,8 @@ from sppo.kernels.attention import interface, rectangle_attention
 from sppo.kernels.attention.choice import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_lane, lane, state_memory
-from sppo.training.weights import starting_weights
 from sppo.training.devices import cuda_device
+from sppo.training.weights import starting_weights
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
 from tests.dry_run.disk_threads import FakeFile

@@ -110,7 +110,7 @@ def _layer(
     visible = visible_pairs(
         len(x_SE),
         len(x_SE),
-        window=model.window_of(index),
+        window=model.layer_type(index).window,
         document_starts=data.document_starts,
     )
     k, v = (x.repeat_interleave(model.group_size, dim=1) for x in (k, v))

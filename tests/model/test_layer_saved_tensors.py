@@ -48,7 +48,7 @@ class Run:
         torch.manual_seed(0)
         self.weights = {
             name: 0.4 * torch.randn(shape, dtype=torch.float64) + (len(shape) == 1)
-            for name, shape in layer_shapes(self.model).items()
+            for name, shape in layer_shapes(self.model, 0).items()
         }
         positions = torch.arange(TOKENS)
         rotary = None

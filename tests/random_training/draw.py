@@ -72,7 +72,7 @@ class _Draw:
 
     def _adapters(self, model: ModelConfig) -> Trainable:
         chance, pick = self._chance, self._pick
-        targets = [target for target in TARGETS if f"{target}.weight" in layer_shapes(model)]
+        targets = [target for target in TARGETS if f"{target}.weight" in layer_shapes(model, 0)]
         some = {*self._random.sample(targets, pick(range(len(targets))) + 1)}
         some.add(pick([target for target in targets if target not in _MAY_NOT_MATTER]))
         layers = range(model.num_layers)

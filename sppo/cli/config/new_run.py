@@ -17,7 +17,7 @@ from sppo.cli.config.new_run_sections import (
 )
 from sppo.config import check_run, load_run
 from sppo.config.loading import apply_overrides
-from sppo.config.presets import PRESETS
+from sppo.config.model.presets import PRESETS
 from sppo.config.problems import Problem, nearest
 from sppo.config.run import DEGREES
 from sppo.config.yaml_file import format_yaml

@@ -115,7 +115,7 @@ _GPT2 = (
     Key("max_positions", "n_positions", integer, also="n_ctx"),
 )
 
-_ROTARY_FIXED = {"norm": "rmsnorm", "position": "rotary", "qk_norm": False}
+_ROTARY_FIXED = {"norm": "rmsnorm", "position": "rotary", "qk_norm": None}
 _ROTARY_DEFAULTS: Json = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -132,7 +132,7 @@ _QWEN_DEFAULTS: Json = {
 
 
 def _num_windows(model: ModelConfig) -> int:
-    return sum(model.window_of(layer) is not None for layer in range(model.num_layers))
+    return sum(model.layer_type(layer).window is not None for layer in range(model.num_layers))
 
 
 _NO_WINDOWS = {"no layer with a sliding_window": lambda model: _num_windows(model) == 0}
@@ -162,7 +162,7 @@ FAMILIES: Mapping[Family, HfFamily] = {
         architecture="Qwen3ForCausalLM",
         settings=(*_ROTARY, *_BIASES, Windows("in last layers")),
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
-        fixed={**_ROTARY_FIXED, "qk_norm": True, "mlp_bias": False},
+        fixed={**_ROTARY_FIXED, "qk_norm": "head", "mlp_bias": False},
         requires=_EQUAL_BIASES,
     ),
     "mistral": HfFamily(
@@ -193,7 +193,7 @@ FAMILIES: Mapping[Family, HfFamily] = {
         fixed={
             "norm": "layernorm",
             "position": "learned",
-            "qk_norm": False,
+            "qk_norm": None,
             **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
         },
         requires={

@@ -89,7 +89,8 @@ class Windows:
                 raise refusal("layer_types", kinds, "sliding_attention in all layers")
         if first >= layers:
             window, first = None, 0
-        return {"sliding_window": window, "sliding_window_first_layer": first}
+        kinds = ["full"] * first + ["sliding"] * (layers - first)
+        return {"sliding_window": window, "layer_types": kinds if first else None}
 
     def _is_used(self, config: Json) -> bool:
         if self.used == "in last layers" and not flag(config, "use_sliding_window"):
@@ -106,12 +107,13 @@ class Windows:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys; none if the family has no windows."""
-        window = model.window_of(model.num_layers - 1)
+        windows = [model.layer_type(layer).window for layer in range(model.num_layers)]
+        window = windows[-1]
         if self.used == "never":
             return {}
         if self.used == "always":
             return {"sliding_window": window}
-        first = model.num_layers if window is None else model.sliding_window_first_layer
+        first = model.num_layers if window is None else windows.index(window)
         return {
             "use_sliding_window": window is not None,
             "sliding_window": window,

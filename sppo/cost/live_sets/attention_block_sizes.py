@@ -67,7 +67,7 @@ def largest_blocks(s: TensorSizes) -> Iterator[Block]:
         keys = first_half(rows)
         yield Block(s, "half of a square", BlockKind.FULL, rows - keys, keys)
     prefix = s.prefix
-    if window is not None and s.model.sliding_window_first_layer == 0:
+    if window is not None and None not in s.model.windows:
         prefix = min(prefix, window)
     if prefix:
         yield Block(s, "the prefix", BlockKind.FULL, rows, min(prefix, PREFIX_KEYS))

@@ -74,7 +74,7 @@ def layer_backward(
         # A CPU norms and rotates one tile at a time.
         turned += s.query_bytes if s.model.qk_norm and not s.threads else 0
         yield "rotation recomputed", base + turned
-    queries = s.query_bytes * (own_linear + s.model.qk_norm)
+    queries = s.query_bytes * (own_linear + bool(s.model.qk_norm))
     if own_attention:
         for name, live in _attention(s).attention_forward(s):
             yield f"attention recomputed, {name}", base + queries + live

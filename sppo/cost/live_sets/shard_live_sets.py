@@ -45,7 +45,7 @@ class ShardSizes:
     def num_keys(self, s: TensorSizes) -> int:
         """Return the number of keys that the unit's queries see in the layer that sees most."""
         window = s.model.sliding_window
-        if window is None or s.model.sliding_window_first_layer > 0:
+        if window is None or None in s.model.windows:
             return self.end_tokens
         return min(self.end_tokens, self.unit_tokens + window - 1)
 

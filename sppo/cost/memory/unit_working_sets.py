@@ -146,7 +146,7 @@ def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
         return (None,)
     kinds = candidate.kinds_of_layers[stage]
     saving = [kind for kind in kinds if kind.has_backward] or [*kinds]
-    return {kind._replace(window=None) for kind in saving}
+    return {kind._replace(type=kind.type._replace(window=None)) for kind in saving}
 
 
 def loss_bytes(workload: Workload, *, tokens: int) -> int:

@@ -135,5 +135,5 @@ class ShardProviders(StageProviders):
         return found
 
     def _shared_kv(self, shard: MspShard, layer: int) -> SharedKV:
-        window = self.model.window_of(layer)
+        window = self.model.layer_type(layer).window
         return SharedKV(shard, layer=layer, window=window, store=self.kv_store)

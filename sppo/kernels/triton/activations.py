@@ -5,16 +5,15 @@ Legend: C tokens, F MLP width, i elements of a tile.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sppo.config.model import Activation
 from sppo.kernels.triton.launch import accumulation_type, on_device_of
-
-Kind = Literal["swiglu", "gelu", "gelu_tanh"]
 
 _BLOCK = 1024
 
@@ -92,7 +91,7 @@ def _activation_backward_kernel(
     tl.store(dhidden_ptr + index_i, dup_i.to(dhidden_ptr.dtype.element_ty), mask=inside_i)
 
 
-def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind) -> Tensor:
+def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Tensor:
     """Compute :func:`sppo.kernels.elementwise.activation` of ``[C, F]`` in one pass."""
     up = up_CF.contiguous()
     gate = None if gate_CF is None else gate_CF.contiguous()
@@ -102,7 +101,7 @@ def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind) -> Tensor:
 
 
 def activation_backward_(
-    dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind
+    dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation
 ) -> None:
     """Compute the backward of :func:`activation` in place; all operands must be contiguous.
 
@@ -113,7 +112,9 @@ def activation_backward_(
     _launch(_activation_backward_kernel, gate_CF, up_CF, dhidden_CF, kind=kind)
 
 
-def _launch(kernel: Any, gate: Tensor | None, up: Tensor, third: Tensor, *, kind: Kind) -> None:
+def _launch(
+    kernel: Any, gate: Tensor | None, up: Tensor, third: Tensor, *, kind: Activation
+) -> None:
     assert (gate is not None) == (kind == "swiglu"), "swiglu has a gate, and it alone"
     with on_device_of(up):
         kernel[(triton.cdiv(up.numel(), _BLOCK),)](

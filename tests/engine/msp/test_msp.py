@@ -91,7 +91,7 @@ def test_what_a_helper_holds_of_others(setting):
     seen = max(end - max(0, start - (window or end) + 1) for start, end in pairwise(cuts))
     prefix_bytes = 2 * seen * (2 // sp) * 6 * (element_bytes + element_bytes)
     model = one.model.config()
-    layer_bytes = element_bytes * sum(map(prod, layer_shapes(model).values()))
+    layer_bytes = element_bytes * sum(map(prod, layer_shapes(model, 0).values()))
     borrowed, most = Borrowed(), {"weights": min(BORROWED_LAYERS, layers) * layer_bytes}
     with (
         mock.patch.object(

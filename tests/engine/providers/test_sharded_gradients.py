@@ -36,7 +36,7 @@ def most_gathered_bytes(model, count):
     behind = {n: s for n, s in outer.items() if n.split(".")[0] in ("final_norm", "head")}
     if model.tie_embeddings:
         behind["embed.weight"] = outer["embed.weight"]
-    layer = sum(map(prod, layer_shapes(model).values()))
+    layer = sum(map(prod, layer_shapes(model, 0).values()))
     return 2 * padded(layer), max(size(embedding), size(behind))
 
 
