@@ -7,8 +7,9 @@ parameters stacked along the outputs, or the share of one expert in a parameter 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from sppo.config.huggingface.families import FAMILIES
 from sppo.config.huggingface.model_config import hf_family
@@ -16,7 +17,11 @@ from sppo.config.huggingface.tensor_names import EXPERT, TensorNames
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
 
-_PREFIX = re.compile(r"^(?:model|transformer)\.")
+Entry = TypeVar("Entry")
+
+_PREFIX = re.compile(
+    r"^(?:model\.language_model|language_model\.model|model|transformer|language_model)\."
+)
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|^h\.\d+\.attn\.(?:bias|masked_bias)$")
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
@@ -42,7 +47,7 @@ class HfTensor:
     """One tensor of a Hugging Face file."""
 
     name: str
-    """Name without the ``model.`` or ``transformer.`` prefix."""
+    """Name without its prefix, such as ``model.``."""
     prefix: str
     """Prefix that transformers writes before the name."""
     shape: Shape
@@ -92,8 +97,23 @@ def head_rows(module: str, model: ModelConfig, names: TensorNames) -> tuple[int,
 
 
 def bare_name(stored: str) -> str:
-    """Return ``stored`` without its ``model.`` or ``transformer.`` prefix, if present."""
+    """Return ``stored`` without a prefix such as ``model.`` or ``model.language_model.``."""
     return _PREFIX.sub("", stored)
+
+
+def without_other_parts(stored: Mapping[str, Entry], model: ModelConfig) -> dict[str, Entry]:
+    """Return stored tensors by bare name, without those of other parts of a model.
+
+    These are a vision tower, and layers behind the last one that predict further tokens.
+    """
+    names = names_of(model)
+
+    def is_other(name: str) -> bool:
+        layer = _LAYER.match(name)
+        later = layer is not None and int(layer[1]) >= model.num_layers
+        return (later and names.has_later_layers) or re.search(names.skipped, name) is not None
+
+    return {name: tensor for name, tensor in stored.items() if not is_other(name)}
 
 
 def is_buffer(name: str) -> bool:

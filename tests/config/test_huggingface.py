@@ -350,7 +350,7 @@ def test_a_family_is_chosen_when_none_is_named(preset, changes, family):
     ("changes", "words"),
     [
         ({"norm": "layernorm"}, ["no Hugging Face family", "norm is layernorm, needs rmsnorm"]),
-        ({"output_bias": True}, ["llama: qkv_bias is false, needs true"]),
+        ({"family": "llama", "output_bias": True}, ["llama: qkv_bias is false, needs true"]),
         ({"position": "learned"}, ["position is learned, needs rotary", "norm is rmsnorm"]),
         ({"family": "llama", "qk_norm": True}, ["llama does not compute", "qk_norm is head"]),
         ({"family": "llama", "sliding_window": 9}, ["sliding_window is 9, needs null"]),

@@ -34,6 +34,11 @@ def from_layer(config: Json, layer: int) -> bool:
     return layer >= whole_number(config, "max_window_layers")
 
 
+def without_rotation(config: Json, layer: int) -> bool:
+    """Return whether `layer` does not rotate q and k (SmolLM3)."""
+    return not _rotated(config)[layer]
+
+
 def all_but_every(period: int, *, key: str = "") -> Callable[[Json, int], bool]:
     """Return a rule: all layers have the window but the last one of each `period` layers.
 
@@ -109,20 +114,24 @@ class Windows:
         return keys
 
 
+def _rotated(config: Json) -> list[bool]:
+    """Return whether each layer rotates q and k, according to ``no_rope_layers``."""
+    layers, rotated = integer(config, "num_hidden_layers"), config.get("no_rope_layers")
+    if rotated is None:
+        every = integer(config, "no_rope_layer_interval")
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    given = isinstance(rotated, list) and all(one in (0, 1) for one in rotated)
+    if not given or len(rotated) != layers:
+        raise refusal("no_rope_layers", rotated, f"0 or 1 for each of {layers} layers")
+    return [bool(one) for one in rotated]
+
+
 class RotaryLayers:
     """Keys of the layers that rotate q and k (SmolLM3)."""
 
     def read(self, config: Json) -> dict[str, Any]:
         """Return the layers that rotate."""
-        layers = integer(config, "num_hidden_layers")
-        rotated = config.get("no_rope_layers")
-        if rotated is None:
-            every = integer(config, "no_rope_layer_interval")
-            rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
-        good = isinstance(rotated, list) and all(one in (0, 1) for one in rotated)
-        if not good or len(rotated) != layers:
-            raise refusal("no_rope_layers", rotated, f"0 or 1 for each of {layers} layers")
-        pattern = shortest_pattern([bool(one) for one in rotated])
+        pattern = shortest_pattern(_rotated(config))
         return {"rotary_layers": None if all(pattern) else pattern}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -60,12 +60,10 @@ class Key:
         return {self.field: self.parse(config, self.key)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key; no key for a field that is null."""
-        value = field_of(model, self.field)
+        """Return the key; no key for a value of null."""
+        value = field_of(model, self.field) if self.form is None else self.form(model)
         names = [name for name in (self.key, self.also) if name is not None]
-        if value is None:
-            return {}
-        return dict.fromkeys(names, value if self.form is None else self.form(model))
+        return {} if value is None else dict.fromkeys(names, value)
 
 
 @dataclass(frozen=True, slots=True)

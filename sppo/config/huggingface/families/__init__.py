@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sppo.config.huggingface.families import gpt2, llama, qwen
+from sppo.config.huggingface.families import gpt2, llama, post_norms, qwen
 from sppo.config.huggingface.families.refused import REFUSED_FAMILIES
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.model import Family
@@ -17,5 +17,13 @@ FAMILIES: Mapping[Family, HfFamily] = {
     "qwen3": qwen.QWEN3,
     "mistral": llama.MISTRAL,
     "gpt2": gpt2.GPT2,
+    "ministral": llama.MINISTRAL,
+    "smollm3": llama.SMOLLM3,
+    "seed_oss": llama.SEED_OSS,
+    "phi3": llama.PHI3,
+    "olmo2": post_norms.OLMO2,
+    "olmo3": post_norms.OLMO3,
+    "gemma3_text": post_norms.GEMMA3,
+    "glm4": post_norms.GLM4,
 }
 """Families by name, in the order in which one is chosen for a model without a family."""
