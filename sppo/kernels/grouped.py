@@ -38,12 +38,14 @@ def grouped_input_gradient(dy_RO: Tensor, weight_XOI: Tensor, offsets_X: Tensor)
 
 
 def accumulate_grouped_weight_gradient_(
-    total_XOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor
+    total: Tensor, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor
 ) -> None:
-    """Add ``dy.T @ x`` of the rows of each expert to ``total_XOI`` (fp32 or better).
+    """Add ``dy.T @ x`` of the rows of each expert to ``total``, fp32 or better.
 
-    The sums of experts without rows are neither read nor written.
+    ``total`` is ``[X, O, I]``, or ``[X, O]`` if ``x_RI`` has one column. The sums of experts
+    without rows are neither read nor written.
     """
+    total_XOI = total.view(*total.shape[:2], x_RI.shape[1])
     if fused(x_RI):
         from sppo.kernels.triton.grouped import add_grouped_products_
 
