@@ -123,6 +123,17 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(model).values())
 
 
+def active_parameters(model: ModelConfig) -> int:
+    """Return the number of scalars that each token passes through: of experts, those it chooses."""
+    found = 0
+    for name, shape in parameter_shapes(model).items():
+        size = prod(shape)
+        if model.experts is not None and parameter_kind(name) == "experts":
+            size = size // model.experts.count * model.experts.per_token
+        found += size
+    return found
+
+
 def is_decayed(name: str) -> bool:
     """Return whether weight decay applies: to matrices and embeddings.
 

@@ -3,6 +3,7 @@ import pytest
 from sppo.config import PRESETS
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import (
+    active_parameters,
     is_decayed,
     layer_shapes,
     num_parameters,
@@ -59,6 +60,23 @@ def test_experts_decay_and_their_biases_and_sinks_do_not():
     assert len(shapes["expert_gate.bias"]) == 2
     decayed = {name.removesuffix(".weight") for name in shapes if is_decayed(f"layers.0.{name}")}
     assert decayed == {"q", "k", "v", "o", "router", "expert_gate", "expert_up", "expert_down"}
+
+
+# As in the names of the models, of gpt-oss as in its model card, of GLM-4.5 as in its report.
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-30b-a3b", 3.3),
+        ("qwen3-235b-a22b", 22.2),
+        ("gpt-oss-20b", 4.2),
+        ("gpt-oss-120b", 5.7),
+        ("mixtral-8x7b", 12.9),
+        ("glm-4.5-air", 13.4),
+        ("qwen3-8b", 8.2),
+    ],
+)
+def test_active_parameters_are_those_of_the_experts_of_a_token(name, billions):
+    assert active_parameters(preset(name)) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 def test_routers_and_experts_are_kinds_of_their_own():
