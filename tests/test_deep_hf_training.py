@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.test_hf_training import ONE, Case, check
+from tests.test_hf_training import Case, check
 from tests.tiers import exhaustive
 
 pytest.importorskip("transformers")

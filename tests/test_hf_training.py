@@ -1,9 +1,10 @@
 """Train from a Hugging Face checkpoint to a Hugging Face checkpoint, as a user does it.
 
 transformers and torch.optim.AdamW do the same five steps on whole sequences, or on whole documents
-that are isolated from each other. Every tensor of the result agrees to 1e-4 of its largest value. Gradients of the two differ by rounding, about 1e-6; an
-eps of 1e-5 on both sides keeps Adam from blowing that up where a gradient is nearly zero (a first
-step moves by lr * g / (|g| + eps)). Up to 2e-6 is measured.
+that are isolated from each other. Every tensor of the result agrees to 1e-4 of its largest value.
+Gradients of the two differ by rounding, about 1e-6; an eps of 1e-5 on both sides keeps Adam from
+blowing that up where a gradient is nearly zero (a first step moves by lr * g / (|g| + eps)). Up to
+2e-6 is measured.
 """
 
 import json
