@@ -9,23 +9,43 @@ from dataclasses import replace
 
 import pytest
 
+from tests.model.hf_models import FAMILIES as WRITTEN
 from tests.test_hf_training import Case, check
 from tests.tiers import exhaustive
 
 pytest.importorskip("transformers")
 
 S, F = "sliding_attention", "full_attention"
-WINDOW = {"num_hidden_layers": 6, "sliding_window": 9}
-ALTERNATING = {**WINDOW, "layer_types": [F] * 3 + [S] * 3}
-MOSTLY_SLIDING = ALTERNATING
-USED = {"use_sliding_window": True}
 SIX = {"num_hidden_layers": 6}
+WINDOW = {**SIX, "sliding_window": 9}
+MOSTLY_SLIDING = {**WINDOW, "layer_types": [S, S, F] * 2}
+ALTERNATING = {**WINDOW, "layer_types": [S, F] * 3}
+USED = {"use_sliding_window": True}
 FAMILIES = {
     "llama": SIX,
     "qwen2": {**ALTERNATING, **USED},
     "qwen3": {**MOSTLY_SLIDING, **USED},
     "mistral": WINDOW,
     "gpt2": SIX,
+    "ministral": MOSTLY_SLIDING,
+    "ministral3": WINDOW,
+    "phi3": WINDOW,
+    "smollm3": {**SIX, "no_rope_layers": [1, 1, 0] * 2},
+    "seed_oss": SIX,
+    "granite": SIX,
+    "arcee": SIX,
+    "olmo2": SIX,
+    "olmo3": MOSTLY_SLIDING,
+    "gemma3_text": MOSTLY_SLIDING,
+    "glm4": SIX,
+    "exaone4": MOSTLY_SLIDING,
+    "mixtral": WINDOW,
+    "qwen3_moe": {**MOSTLY_SLIDING, **USED},
+    "qwen2_moe": {**ALTERNATING, **USED},
+    "olmoe": SIX,
+    "gpt_oss": ALTERNATING,
+    "glm4_moe": {**SIX, "first_k_dense_replace": 2},
+    "minimax_m2": SIX,
 }
 """Keys of config.json of each family that make a model deep."""
 
@@ -77,12 +97,12 @@ def deep(family, **more):
 def pairs():
     """Every family in every layout; those that cover no more than others are exhaustive."""
     for layout in LAYOUTS:
-        for family in FAMILIES:
+        for family in WRITTEN:
             pair = (family, layout)
             yield pair if family in COVERING else exhaustive(pair)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WRITTEN)
 def test_every_family_trains_like_transformers(family, tmp_path):
     check(deep(family), tmp_path)
 

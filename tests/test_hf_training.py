@@ -178,7 +178,9 @@ def exported(directory):
         files = [path.read_bytes() for path in sorted((directory / "exported").glob(pattern))]
         again = [path.read_bytes() for path in sorted((directory / "again").glob(pattern))]
         assert again == files != [], pattern
-    return transformers.AutoModelForCausalLM.from_pretrained(directory / "exported")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory / "exported", attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def lines_of(directory):
