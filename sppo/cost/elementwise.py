@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from sppo.activations.tensor_classes import tensor_bytes_per_token
-from sppo.config.model import ModelConfig
+from sppo.activations.tensor_classes import CHOSEN, tensor_bytes_per_token
+from sppo.config.model import LayerType, ModelConfig
 
 _ACCUMULATION_BYTES = 4
 
@@ -70,12 +70,13 @@ def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
 
 
 def layer_work(
-    model: ModelConfig, *, element_bytes: int, trained: Collection[str]
+    model: ModelConfig, layer_type: LayerType, *, element_bytes: int, trained: Collection[str]
 ) -> Mapping[str, list[Work]]:
     """Return the kernels of passes over a layer.
 
     Args:
         model: Model configuration.
+        layer_type: Type of the layer.
         element_bytes: Bytes of an element of the compute dtype.
         trained: Names of the parameters that have gradients, of which biases matter here.
 
@@ -89,7 +90,7 @@ def layer_work(
     between: list[str] = []  # kernels on queries and keys between their projection and attention
     if model.qk_norm:
         between.append("head_norm")
-    if model.position == "rotary":
+    if layer_type.rope_theta is not None:
         between.append("rotary")
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     # Queries are saved before their norm, so backward recomputes its output.
@@ -113,9 +114,11 @@ def layer_work(
     }
 
 
-def saving_work(model: ModelConfig, *, names: Iterable[str]) -> Iterator[Work]:
+def saving_work(
+    model: ModelConfig, layer_type: LayerType, *, names: Iterable[str]
+) -> Iterator[Work]:
     """Yield the copies of the saved tensors `names` onto the saved-tensor stack of a CPU run."""
-    elements = tensor_bytes_per_token(model, element_bytes=1)
+    elements = tensor_bytes_per_token(model, layer_type, element_bytes=1)
     for name in names:
-        if name != "lse":
+        if name not in ("lse", CHOSEN):
             yield "save", elements[name]
