@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from sppo.activations.tensor_classes import tensor_bytes_per_token
-from sppo.config.model import ModelConfig
+from sppo.activations.tensor_classes import CHOSEN, tensor_bytes_per_token
+from sppo.config.model import LayerType, ModelConfig
+from sppo.cost.mlp_work import Work, mlp_work
 
 _ACCUMULATION_BYTES = 4
-
-Work = tuple[str, int]
-"""Name of an element-wise kernel, and elements of every token that a call works on."""
 
 PASSES: Mapping[str, tuple[float, float]] = {
     "rmsnorm": (2, 0),
@@ -70,12 +68,13 @@ def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
 
 
 def layer_work(
-    model: ModelConfig, *, element_bytes: int, trained: Collection[str]
+    model: ModelConfig, layer_type: LayerType, *, element_bytes: int, trained: Collection[str]
 ) -> Mapping[str, list[Work]]:
     """Return the kernels of passes over a layer.
 
     Args:
         model: Model configuration.
+        layer_type: Type of the layer.
         element_bytes: Bytes of an element of the compute dtype.
         trained: Names of the parameters that have gradients, of which biases matter here.
 
@@ -84,12 +83,13 @@ def layer_work(
         "linear_recompute", the recomputation of the linear class; and of "kv", the recomputation of
         K and V from the layer's input; without matrix products.
     """
-    e, f, norm = model.hidden_size, model.mlp_size, model.norm
+    e, norm = model.hidden_size, model.norm
+    mlp = mlp_work(model, layer_type, trained=trained)
     query, key = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
     between: list[str] = []  # kernels on queries and keys between their projection and attention
     if model.qk_norm:
         between.append("head_norm")
-    if model.position == "rotary":
+    if layer_type.rope_theta is not None:
         between.append("rotary")
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     # Queries are saved before their norm, so backward recomputes its output.
@@ -100,22 +100,28 @@ def layer_work(
         backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
     if element_bytes < _ACCUMULATION_BYTES:
         backward += [("narrow", key)] * 2
-    backward.append((f"{model.mlp}_backward", f))
-    widths = {"q": query, "k": key, "v": key, "o": e, "up": f, "down": e}
+    backward += mlp["backward"]
+    widths = {"q": query, "k": key, "v": key, "o": e}
     backward += [
         ("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained
     ]
     return {
-        "forward": [*kv, *queries, (f"{norm}_add", e), (model.mlp, f), ("add", e)],
+        "forward": [*kv, *queries, (f"{norm}_add", e), *mlp["forward"], ("add", e)],
         "backward": backward,
-        "linear_recompute": [*([] if model.qk_norm else queries), ("add", e)],
+        "linear_recompute": [
+            *([] if model.qk_norm else queries),
+            ("add", e),
+            *mlp["linear_recompute"],
+        ],
         "kv": kv,
     }
 
 
-def saving_work(model: ModelConfig, *, names: Iterable[str]) -> Iterator[Work]:
+def saving_work(
+    model: ModelConfig, layer_type: LayerType, *, names: Iterable[str]
+) -> Iterator[Work]:
     """Yield the copies of the saved tensors `names` onto the saved-tensor stack of a CPU run."""
-    elements = tensor_bytes_per_token(model, element_bytes=1)
+    elements = tensor_bytes_per_token(model, layer_type, element_bytes=1)
     for name in names:
-        if name != "lse":
+        if name not in ("lse", CHOSEN):
             yield "save", elements[name]

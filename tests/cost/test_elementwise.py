@@ -133,9 +133,11 @@ def train_once(model, *, policy):
 def test_every_kernel_of_a_step_is_counted(counted, name, policy):
     model = model_of(name)
     train_once(model, policy=policy)
-    passes = layer_work(model, element_bytes=4, trained=layer_shapes(model, 0))
+    passes = layer_work(model, model.layer_type(0), element_bytes=4, trained=layer_shapes(model, 0))
     work = passes["forward"] + passes["backward"]
-    work += saving_work(model, names=saved_tensors(policy, model))
+    work += saving_work(
+        model, model.layer_type(0), names=saved_tensors(policy, model, model.layer_type(0))
+    )
     if policy == "keep_attention":
         work += passes["linear_recompute"]
     expected = Counter()
@@ -186,7 +188,9 @@ def test_a_gpu_keeps_saved_tensors_in_place():
     cpu = perfect(gemm=1e30, elementwise=1e6)
     gpu = replace(cpu, device=replace(cpu.device, kind="cuda"))
     tokens = CUTS[-1] * model.num_layers
-    copied = sum(2 * 4 * width for _, width in saving_work(model, names=("x_in", "o")))
+    copied = sum(
+        2 * 4 * width for _, width in saving_work(model, model.layer_type(0), names=("x_in", "o"))
+    )
     retained = [step_seconds(model, machine, policy="keep_attention") for machine in (cpu, gpu)]
     assert retained[0] - retained[1] == pytest.approx(copied * tokens / 1e6)
 

@@ -29,7 +29,7 @@ _SCORE_GRADIENTS = 7
 def mlp_forward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live sets of the forward."""
     experts = _experts(s)
-    rows_E, rows_F, order = _row_bytes(s, s.model.hidden_size), s.expert_bytes, _order_bytes(s)
+    rows_E, rows_F, order = _row_bytes(s, s.model.hidden_size), s.mlp_bytes, _order_bytes(s)
     choice = _wide_bytes(s, experts.per_token)  # weights of the chosen
     yield "router", s.hidden_bytes + _SCORES * _wide_bytes(s, experts.count) + choice
     yield "sorting", s.hidden_bytes + choice + _row_bytes(s, 1, each=_SORTING_BYTES)
@@ -48,7 +48,7 @@ def mlp_forward(s: TensorSizes) -> Iterator[LiveSet]:
 def mlp_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live sets of the backward."""
     experts = _experts(s)
-    rows_E, rows_F, order = _row_bytes(s, s.model.hidden_size), s.expert_bytes, _order_bytes(s)
+    rows_E, rows_F, order = _row_bytes(s, s.model.hidden_size), s.mlp_bytes, _order_bytes(s)
     # n2, and the weights of the chosen with their gradient.
     base = s.hidden_bytes + 2 * _wide_bytes(s, experts.per_token) + order
     scratch = max(product_bytes(s), _weight_gradient_bytes(s))
