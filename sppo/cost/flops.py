@@ -19,13 +19,15 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sppo.config.model import LayerType, ModelConfig
+from sppo.config.model import ModelConfig
 from sppo.cost.layer_kinds import LayerKind, kinds_of_model
 from sppo.cost.trainable import EVERYTHING, Trainable, trains_head
 
 BACKWARD_RATIO = 2
 FLASH_BACKWARD_RATIO = 2.5
 _PASSES = 1 + BACKWARD_RATIO
+DOWN = ("down", "expert_down", "shared_down")
+"""Projections of the outputs of MLPs."""
 _Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
 
 
@@ -131,22 +133,20 @@ def partition_costs(
     return linear, quadratic
 
 
-def recomputed_linear_names(model: ModelConfig, layer_type: LayerType) -> tuple[str, ...]:
+def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the projections that recompute the linear class in backward.
 
-    With post norms, the class has the outputs of the MLP and of its shared part.
+    With post norms, the class has the output of the MLP.
     """
-    gate, k = ("gate",) if model.gated else (), ("k",) if model.qk_norm else ()
-    down = () if model.norm_placement == "pre" else ("down",)
-    mlp = ("up", *gate, *down)
-    if layer_type.routed:
-        mlp = tuple(f"{part}_{name}" for part in ("expert", "shared") for name in mlp)
-    return ("q", "o", *mlp, *k)
+    inputs = ("gate", "up", "expert_gate", "expert_up", "shared_gate", "shared_up")
+    outputs = () if model.norm_placement == "pre" else DOWN
+    k = ("k",) if model.qk_norm else ()
+    return ("q", "o", *inputs, *outputs, *k)
 
 
 def recomputed_linear_flops(model: ModelConfig, kind: LayerKind) -> int:
     """Return the FLOPs per token and layer of the products of :func:`recomputed_linear_names`."""
-    return 2 * kind.weights_per_token(kind.projections(*recomputed_linear_names(model, kind.type)))
+    return 2 * kind.weights_per_token(kind.projections(*recomputed_linear_names(model)))
 
 
 def recomputed_output_flops(model: ModelConfig, kind: LayerKind) -> int:
@@ -156,4 +156,4 @@ def recomputed_output_flops(model: ModelConfig, kind: LayerKind) -> int:
     """
     if model.norm_placement != "pre":
         return 0
-    return 2 * kind.weights_per_token(kind.projections("down", "expert_down", "shared_down"))
+    return 2 * kind.weights_per_token(kind.projections(*DOWN))

@@ -191,7 +191,7 @@ def layer_parts(
     model, device, tokens = workload.model, workload.hardware.device, parts.tokens
     here = tokens / workload.sequence_parallel_degree
     matrices, trained = kind.matrices, kind.trained_matrices
-    recomputed = kind.projections(*recomputed_linear_names(model, kind.type))
+    recomputed = kind.projections(*recomputed_linear_names(model))
     again = kind.recomputed_factors
     attention, attention_backward = map(
         parts.by_subsequence, _attention_seconds(workload, parts, window=kind.window)

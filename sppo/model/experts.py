@@ -35,7 +35,7 @@ from torch import Tensor
 from sppo.config.model import Experts, ModelConfig
 from sppo.kernels import elementwise
 from sppo.kernels.grouped import grouped_input_gradient, grouped_linear
-from sppo.kernels.linear import wide_linear
+from sppo.kernels.linear import add_product_, wide_linear
 from sppo.model.gradients import GradientSink
 from sppo.model.mlp import NOTHING, DenseMlp
 from sppo.model.projection import Projection
@@ -74,11 +74,12 @@ class ExpertMlp:
     def inputs(self, n2_CE: Tensor, known: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """Return choice, weights and projections of the tokens; never chooses where it is known."""
         found = dict(known)
-        logits_CX = router_logits(n2_CE, self.weights)
-        if "chosen" not in found:
-            found["chosen"] = choose(logits_CX, self._experts, self.terms.choice_bias_X)
-        found["weights"] = weights_of_chosen(logits_CX, found["chosen"], self._experts)
-        del logits_CX
+        if not {"chosen", "weights"} <= found.keys():
+            logits_CX = router_logits(n2_CE, self.weights)
+            if "chosen" not in found:
+                found["chosen"] = choose(logits_CX, self._experts, self.terms.choice_bias_X)
+            found["weights"] = weights_of_chosen(logits_CX, found["chosen"], self._experts)
+            del logits_CX
         missing = [name for name in ("up", "gate") if name not in found]
         if missing:
             order = ExpertOrder.of(found["chosen"], self._experts.count)
@@ -101,7 +102,7 @@ class ExpertMlp:
         del y_RE
         if self._experts.bias:
             bias_XE = self.weights["expert_down.bias"]
-            out.addmm_(self._weights_of_all(inputs).to(out.dtype), bias_XE)
+            add_product_(out, self._weights_of_all(inputs).to(out.dtype), bias_XE)
         if self._shared is not None:
             out += self._shared.output(inputs)
         return out
@@ -195,9 +196,7 @@ class ExpertMlp:
         of_all_CX = wide_linear(dy_CE, bias_XE)
         dweights_Ck += of_all_CX.gather(1, inputs["chosen"].long())
         if gradients.trains("expert_down.bias"):
-            gradients.product(
-                "expert_down.bias", dy_CO=weights_CX.to(dy_CE.dtype), x_CI=dy_CE
-            )
+            gradients.product("expert_down.bias", dy_CO=weights_CX.to(dy_CE.dtype), x_CI=dy_CE)
 
     def _project(self, name: str, x_RE: Tensor, chosen_Ck: Tensor, order: ExpertOrder) -> Tensor:
         """Return the projection "gate" or "up" by the experts of each token, ``[C, k F]``."""
