@@ -358,6 +358,7 @@ class Stage:
                 self._heads,
                 window=self.model.layer_type(index).window,
                 document_starts=unit.span.document_starts,
+                scale=self.model.attention_scale,
                 offload=offload,
             )
             table = rotary.of_layer(index)
