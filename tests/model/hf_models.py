@@ -63,6 +63,10 @@ _TINY = {
     "smollm3": {**_SIX, "attention_bias": True, "no_rope_layer_interval": 3},
     "seed_oss": {**_SIX, "head_dim": 10, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "phi3": {**_SIX, "hidden_size": 48, "partial_rotary_factor": 0.75, "sliding_window": 9},
+    "granite": {
+        **{**_SIX, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
+        **{"residual_multiplier": 0.7, "logits_scaling": 3.0},
+    },
     "olmo2": {**_SIX, "attention_bias": True},
     "olmo3": {**_SIX, "sliding_window": 7, "rope_parameters": {"full_attention": YARN}},
     "gemma3_text": {

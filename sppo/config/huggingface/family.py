@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sppo.config.huggingface.settings import Json, Key, Setting, require, shortest_pattern
+from sppo.config.huggingface.settings import (
+    Json,
+    Key,
+    Setting,
+    require,
+    score_scale,
+    shortest_pattern,
+)
 from sppo.config.huggingface.tensor_names import TensorNames
 from sppo.config.model import NOT_COMPUTED, ModelConfig
 from sppo.quoting import quoted
@@ -116,7 +123,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
         unused |= {"mlp_size", "mlp_bias"}
     names = ModelConfig.model_fields.keys() - NOT_COMPUTED - unused
     fields = {name: getattr(model, name) for name in sorted(names)}
-    fields["attention_scale"] = model.attention_scale or model.head_dim**-0.5
+    fields["attention_scale"] = score_scale(model)
     fields["layer_types"] = shortest_pattern(
         ["full" if kind.window is None else "sliding" for kind in types]
     )

@@ -33,6 +33,11 @@ def field_of(model: ModelConfig, field: str) -> Any:
     return getattr(getattr(model, section) if section else model, name, None)
 
 
+def score_scale(model: ModelConfig) -> float:
+    """Return the factor of the attention scores."""
+    return model.attention_scale or model.head_dim**-0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key that has the value of one model field."""

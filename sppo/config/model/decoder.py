@@ -22,6 +22,7 @@ Family = Literal[
     "smollm3",
     "seed_oss",
     "phi3",
+    "granite",
     "olmo2",
     "olmo3",
     "gemma3_text",

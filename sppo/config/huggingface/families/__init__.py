@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sppo.config.huggingface.families import experts, gpt2, llama, post_norms, qwen
+from sppo.config.huggingface.families import experts, gpt2, granite, llama, post_norms, qwen
 from sppo.config.huggingface.families.refused import REFUSED_FAMILIES
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.model import Family
@@ -21,6 +21,7 @@ FAMILIES: Mapping[Family, HfFamily] = {
     "smollm3": llama.SMOLLM3,
     "seed_oss": llama.SEED_OSS,
     "phi3": llama.PHI3,
+    "granite": granite.GRANITE,
     "olmo2": post_norms.OLMO2,
     "olmo3": post_norms.OLMO3,
     "gemma3_text": post_norms.GEMMA3,

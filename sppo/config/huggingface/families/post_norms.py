@@ -7,7 +7,7 @@ from sppo.config.huggingface.families.refused import DENSE_REFUSED
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.huggingface.layer_patterns import Windows, all_but_every, never
 from sppo.config.huggingface.rope import Rope
-from sppo.config.huggingface.settings import Derived, Json, Key, integer, number
+from sppo.config.huggingface.settings import Derived, Json, Key, integer, number, score_scale
 from sppo.config.huggingface.tensor_names import ROTARY_MODULES, TensorNames
 from sppo.config.model import ModelConfig
 
@@ -50,7 +50,7 @@ def _scale_of_gemma(config: Json, key: str) -> float | None:
 
 
 def _query_scalar(model: ModelConfig) -> int:
-    return round((model.attention_scale or model.head_dim**-0.5) ** -2)
+    return round(score_scale(model) ** -2)
 
 
 GEMMA3 = HfFamily(

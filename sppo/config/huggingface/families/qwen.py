@@ -13,7 +13,7 @@ from sppo.config.huggingface.families.refused import DENSE_REFUSED, REFUSED
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.huggingface.layer_patterns import DenseLayers, Windows, always, from_layer
 from sppo.config.huggingface.rope import Rope
-from sppo.config.huggingface.settings import Json, Key, flag, integer, whole_number
+from sppo.config.huggingface.settings import Json, Key, Setting, flag, integer, whole_number
 from sppo.config.huggingface.tensor_names import ROTARY_MODULES, TensorNames
 
 _NAMES = TensorNames(modules=ROTARY_MODULES)
@@ -49,7 +49,11 @@ def _alternating(config: Json, layer: int) -> bool:
     return layer % 2 == 0 and layer < whole_number(config, "max_window_layers")
 
 
-_EXPERTS = (*routed("num_experts", "moe_intermediate_size"), DenseLayers(), Rope())
+_EXPERTS: tuple[Setting, ...] = (
+    *routed("num_experts", "moe_intermediate_size"),
+    DenseLayers(),
+    Rope(),
+)
 _EXPERT_DEFAULTS: Json = {**_DEFAULTS, "decoder_sparse_step": 1, "norm_topk_prob": False}
 
 QWEN2_MOE = HfFamily(
