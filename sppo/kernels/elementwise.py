@@ -25,7 +25,6 @@ from sppo.config.model import Activation
 from sppo.kernels.fused import fused, fused_in_place
 from sppo.kernels.row_tiles import row_tiles
 
-
 CLAMP = 7.0
 """Largest gate, and largest magnitude of up, of the activation swiglu_clamped (gpt-oss)."""
 CLAMPED_SLOPE = 1.702
