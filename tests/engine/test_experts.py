@@ -66,9 +66,12 @@ def test_loads_and_losses_of_routers_are_the_same_for_every_cut(monkeypatch):
     terms_of, found = expert_loads.RoutingTerms, []
     for cuts in ((0, 17), (0, 6, 17), (0, 2, 5, 9, 16, 17)):
         given = []
-        monkeypatch.setattr(
-            expert_loads, "RoutingTerms", lambda *terms: given.append(terms) or terms_of(*terms)
-        )
+
+        def recorded(*terms, given=given):
+            given.append(terms)
+            return terms_of(*terms)
+
+        monkeypatch.setattr(expert_loads, "RoutingTerms", recorded)
         made = Trained(model, weights, policy="recompute", routing=ROUTING)
         for gradient in made.gradients.values():
             gradient.zero_()
