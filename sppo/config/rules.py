@@ -353,6 +353,31 @@ def _model_is_built(run: RunConfig) -> Broken:
         yield "model", "qk_norm all, and this mlp, are not computed yet"
 
 
+def _experts_are_whole(run: RunConfig) -> Broken:
+    """Sharded weights (Megatron) have no experts: every device has all experts of its layers."""
+    if run.model.experts is not None and run.parallel.sequence_parallel == "megatron":
+        yield (
+            "parallel.sequence_parallel",
+            "shards the weights of layers, but not those of model.experts; write ulysses, which "
+            "shards tokens",
+        )
+
+
+def _routing_suits_model(run: RunConfig) -> Broken:
+    """Keys of ``routing`` need experts, and ``routing.bias_update`` a bias to update."""
+    experts = run.model.experts
+    if experts is None:
+        for key, value in run.routing:
+            if value:
+                yield f"routing.{key}", "belongs to model.experts, which this model has none of"
+    elif run.routing.bias_update and not experts.choice_bias:
+        yield (
+            "routing.bias_update",
+            "updates the biases by which experts are chosen; write model.experts.choice_bias=true, "
+            "or balance the load by routing.balance_loss",
+        )
+
+
 def _adapter_suits_model(run: RunConfig) -> Broken:
     """``adapter.layers`` and ``adapter.targets`` name layers and projections of the model."""
     if run.adapter is None:
@@ -363,6 +388,13 @@ def _adapter_suits_model(run: RunConfig) -> Broken:
         yield "adapter.layers", f"beyond the last layer of the model, {last}; leave those out"
     if targets is not None and "gate" in targets and not run.model.gated:
         rule = f"model.mlp={run.model.mlp} has no gate projection; write targets without gate"
+        yield "adapter.targets", rule
+    experts, of_mlp = run.model.experts, {"gate", "up", "down"}.intersection(targets or ())
+    if of_mlp and experts and not experts.shared_mlp_size and not experts.dense_layers:
+        rule = (
+            "gate, up and down are those of an MLP that all tokens pass through, and model.experts "
+            "has none; experts have no adapters, write targets of q, k, v, o"
+        )
         yield "adapter.targets", rule
 
 
@@ -429,6 +461,8 @@ def _validation_has_sets(run: RunConfig) -> Broken:
 RULES = (
     _data_is_named_once,
     _model_is_built,
+    _experts_are_whole,
+    _routing_suits_model,
     _adapter_suits_model,
     _trained_are_named_once,
     _family_computes_it,

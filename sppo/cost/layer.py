@@ -5,11 +5,13 @@ Matrix products and attention take FLOPs over the rate that the device reaches a
 (:mod:`sppo.cost.elementwise`). A flash backward executes 2.5 times the FLOPs of its forward, the
 backward of a matrix product twice those of its forward, half of them for the weight gradient, which
 frozen weights do not have. Products with the factors of adapters are so thin that they take at
-least the time in which memory transfers their wide operands. Each device of a sequence-parallel
+least the time in which memory transfers their wide operands; products of experts have few rows
+each, so they take at least the time in which memory transfers the weights of all experts. Each
+device of a sequence-parallel
 group does a g-th of all work, and the group exchanges tokens.
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
-width, g sequence-parallel degree. Tables are [subsequences].
+width, X experts, k experts of a token, g sequence-parallel degree. Tables are [subsequences].
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import ModelConfig
 from sppo.cost.elementwise import Work, bytes_per_element, layer_work, saving_work
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
-from sppo.cost.layer_kinds import LayerKind, Shapes, elements
+from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
 from sppo.cost.packed_sequence import SampleParts
+from sppo.cost.parameters import Shape
 from sppo.cost.tiles import tile_tokens
 from sppo.cost.trainable import (
     EVERYTHING,
@@ -388,6 +391,10 @@ def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: 
     )
     seconds = np.zeros_like(tokens)
     for (factor, copies, shape), count in priced.items():
+        if is_stacked(shape):
+            own = _expert_products(workload, shape, tokens=tokens, product=product)
+            seconds += count * own
+            continue
         rows = tokens * copies
         rate = device.gemm_flops_per_s(dtype, tokens=rows, width=sqrt(prod(shape)), product=product)
         own = count * 2 * prod(shape) * rows / rate
@@ -397,6 +404,28 @@ def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: 
             own = np.maximum(own, moved / device.memory_bytes_per_s)
         seconds += own
     return seconds
+
+
+def _expert_products(
+    workload: Workload, stacked: Shape, *, tokens: Floats, product: Product
+) -> Floats:
+    """Return the seconds of the products of all experts of a layer, [subsequences].
+
+    Each expert is priced with the same number of rows, C k / X.
+
+    Args:
+        workload: Model, machine, precision.
+        stacked: Shape of the stacked weights, [X, outputs, inputs].
+        tokens: Tokens of each subsequence on one device.
+        product: Products to price.
+    """
+    device, experts = workload.hardware.device, workload.model.experts
+    assert experts is not None, "a layer has stacked weights"
+    rows, width = tokens * experts.per_token / experts.count, sqrt(prod(stacked[1:]))
+    rate = device.gemm_flops_per_s(workload.dtype, tokens=rows, width=width, product=product)
+    seconds: Floats = 2 * prod(stacked) * rows / rate
+    read = 0 if product == "weight" else prod(stacked) * workload.element_bytes
+    return np.maximum(seconds, read / device.memory_bytes_per_s)
 
 
 def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:

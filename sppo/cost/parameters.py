@@ -28,6 +28,9 @@ _PLACEMENTS = ("pre", "post")
 _KINDS = {
     **dict.fromkeys(("embed", "positions"), "embed"),
     **dict.fromkeys(("gate", "up", "down"), "mlp"),
+    **dict.fromkeys(("shared_gate", "shared_up", "shared_down", "shared_switch"), "mlp"),
+    **dict.fromkeys(("expert_gate", "expert_up", "expert_down"), "experts"),
+    "router": "router",
     "head": "head",
 }
 
@@ -120,13 +123,27 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(model).values())
 
 
+def active_parameters(model: ModelConfig) -> int:
+    """Return the number of scalars that each token passes through: of experts, those it chooses."""
+    found = 0
+    for name, shape in parameter_shapes(model).items():
+        size = prod(shape)
+        if model.experts is not None and parameter_kind(name) == "experts":
+            size = size // model.experts.count * model.experts.per_token
+        found += size
+    return found
+
+
 def is_decayed(name: str) -> bool:
-    """Return whether weight decay applies: to matrices and embeddings, not to biases and norms."""
-    return not name.endswith(("bias", "norm.weight"))
+    """Return whether weight decay applies: to matrices and embeddings.
+
+    It does not apply to biases, those of experts included, to norms, and to sinks.
+    """
+    return not name.endswith(("bias", "norm.weight", "sinks.weight"))
 
 
 def parameter_kind(name: str) -> str:
-    """Return the kind of a parameter: embed, attention, mlp, norm or head."""
+    """Return the kind of a parameter: embed, attention, mlp, router, experts, norm or head."""
     module = name.split(".")[-2]
     return _KINDS.get(module, "norm" if module.endswith("norm") else "attention")
 

@@ -50,7 +50,7 @@ from sppo.cost.layer import (
     summed,
     update_seconds,
 )
-from sppo.cost.layer_kinds import LayerKind, elements, kinds_of_model, layer_kinds
+from sppo.cost.layer_kinds import LayerKind, elements, is_stacked, kinds_of_model, layer_kinds
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
 from sppo.cost.sharding.collectives import (
     REDUCE_BUCKET_BYTES,
@@ -80,7 +80,9 @@ Each range takes a stream of each of torch's two pools of 32, which leaves 8 str
 other uses (:mod:`sppo.parallel.mesh_shape`)."""
 _SHARED_INPUTS = {
     **dict.fromkeys("qkv", "norm of x_in"),
-    **dict.fromkeys(("gate", "up"), "norm of x_mid"),
+    **dict.fromkeys(("gate", "up", "shared_gate", "shared_up"), "norm of x_mid"),
+    **dict.fromkeys(("router", "shared_switch"), "norm of x_mid"),
+    **dict.fromkeys(("expert_gate", "expert_up"), "rows of experts"),
 }
 """Inputs of several projections, by projection."""
 
@@ -150,10 +152,13 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
 def _operand_elements(kind: LayerKind) -> int:
     """Return the elements per token of the operands of a layer's weight-gradient products.
 
-    Between the factors of an adapter, a token is as wide as the rank.
+    Between the factors of an adapter, a token is as wide as the rank. A token has a row for each of
+    its experts.
     """
     operands: dict[str, int] = {}
-    for name, (outputs, inputs) in kind.trained_matrices:
+    for name, shape in kind.trained_matrices:
+        rows = kind.experts_per_token if is_stacked(shape) else 1
+        outputs, inputs = (rows * size for size in shape[-2:])
         projection, part = name.split(".")
         of_output, of_input = f"d_{projection}", _SHARED_INPUTS.get(projection, projection)
         if part == LORA_A:
@@ -310,7 +315,9 @@ def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> 
     layers = np.maximum(1, candidate.backward_layers)
     unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
     last = layer_kinds(workload.model, workload.trainable)[-1]
-    down = 2 * elements(last.projections("down")) / recomputed_linear_flops(workload.model, last)
+    projections = last.projections("down", "expert_down", "shared_down")
+    down = 2 * last.weights_per_token(projections)
+    down /= recomputed_linear_flops(workload.model, last)
     share = placement.recomputed / np.array(candidate.lengths)[None, :, None]
     linear, attention = (
         _of_units(table, candidate.sequences)

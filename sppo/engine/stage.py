@@ -30,10 +30,10 @@ from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
-from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink
-from sppo.model.layer import Layer, Saved, TokenExchange, token_dimension
-from sppo.model.rope import rotary_table
+from sppo.model.layer import Layer, Saved, token_dimension
+from sppo.model.residual import TokenExchange
+from sppo.model.rope import RotaryTables
 from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -293,7 +293,7 @@ class Stage:
         saved: Saved,
         taken: dict[int, Saved],
         take: Callable[[ActivationKey], Saved],
-        rotary: RotaryTable | None,
+        rotary: RotaryTables,
     ) -> None:
         """Recompute the input x_in of layer ``index`` from the layer below and add it to ``saved``.
 
@@ -326,15 +326,13 @@ class Stage:
         )
         return self.layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
-    def _rotary(self, unit: Unit) -> RotaryTable | None:
-        if self.model.position != "rotary":
-            return None
+    def _rotary(self, unit: Unit) -> RotaryTables:
         positions = unit.positions_C if self._tensor is None else unit.span_positions_C
-        return rotary_table(self.model, positions, dtype=self._kv.dtype)
+        return RotaryTables(self.model, positions, dtype=self._kv.dtype)
 
     @contextmanager
     def _layer(
-        self, unit: Unit, index: int, rotary: RotaryTable | None, *, saves_kv: bool = False
+        self, unit: Unit, index: int, rotary: RotaryTables, *, saves_kv: bool = False
     ) -> Iterator[Layer]:
         """Yield layer ``index`` for a unit, with its weights; offload K and V if they are saved."""
         tokens, offload = TokenExchange(), None
@@ -356,7 +354,8 @@ class Stage:
                 document_starts=unit.span.document_starts,
                 offload=offload,
             )
-            yield Layer(self.model, weights, rotary, attention, tokens, self._adapter_scale)
+            table = rotary.of_layer(index)
+            yield Layer(self.model, weights, table, attention, tokens, self._adapter_scale)
 
 
 def cut(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo.config.model import ModelConfig
+from sppo.config.model import LayerType, ModelConfig
 from sppo.cost.trainable import Trainable
 from sppo.engine.unit import SequenceData, document_positions
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
@@ -105,12 +105,13 @@ def _layer(
     if model.qk_norm:
         q = _rms(q, weights[prefix + "q_norm.weight"], model.norm_eps)
         k = _rms(k, weights[prefix + "k_norm.weight"], model.norm_eps)
-    if model.position == "rotary":
-        q, k = (_rotate(model, x, positions_S) for x in (q, k))
+    layer_type = model.layer_type(index)
+    if layer_type.rope_theta is not None:
+        q, k = (_rotate(model, layer_type, x, positions_S) for x in (q, k))
     visible = visible_pairs(
         len(x_SE),
         len(x_SE),
-        window=model.layer_type(index).window,
+        window=layer_type.window,
         document_starts=data.document_starts,
     )
     k, v = (x.repeat_interleave(model.group_size, dim=1) for x in (k, v))
@@ -152,9 +153,11 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
 
 
-def _rotate(model: ModelConfig, x_SHD: Tensor, positions_S: Tensor) -> Tensor:
+def _rotate(
+    model: ModelConfig, layer_type: LayerType, x_SHD: Tensor, positions_S: Tensor
+) -> Tensor:
     wide = torch.promote_types(x_SHD.dtype, torch.float32)
-    frequencies, scale = rotary_frequencies(model, dtype=wide)
+    frequencies, scale = rotary_frequencies(model, layer_type, dtype=wide)
     turn = torch.polar(
         torch.full((len(positions_S), 1, len(frequencies)), scale, dtype=wide),
         (positions_S.to(wide)[:, None] * frequencies).unsqueeze(1),

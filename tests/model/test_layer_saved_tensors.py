@@ -11,7 +11,7 @@ from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.model.gradients import GradientSum, zero_gradients
 from sppo.model.layer import Layer
-from sppo.model.rope import rotary_table
+from sppo.model.rope import RotaryTables
 from tests.engine.models import VARIANTS, tiny_model
 from tests.tiers import examples
 
@@ -51,9 +51,7 @@ class Run:
             for name, shape in layer_shapes(self.model, 0).items()
         }
         positions = torch.arange(TOKENS)
-        rotary = None
-        if self.model.position == "rotary":
-            rotary = rotary_table(self.model, positions, dtype=torch.float64)
+        rotary = RotaryTables(self.model, positions, dtype=torch.float64).of_layer(0)
         self.x, self.dy = torch.randn(2, TOKENS, self.model.hidden_size, dtype=torch.float64)
         self.attention = WholeSequence()
         self.layer = Layer(self.model, self.weights, rotary, self.attention)
