@@ -23,8 +23,8 @@ ALTERNATING = {**WINDOW, "layer_types": [S, F] * 3}
 USED = {"use_sliding_window": True}
 FAMILIES = {
     "llama": SIX,
-    "qwen2": {**ALTERNATING, **USED},
-    "qwen3": {**MOSTLY_SLIDING, **USED},
+    "qwen2": {**WINDOW, "layer_types": [F] * 3 + [S] * 3, **USED},
+    "qwen3": {**WINDOW, "layer_types": [F] * 3 + [S] * 3, **USED},
     "mistral": WINDOW,
     "gpt2": SIX,
     "ministral": MOSTLY_SLIDING,
