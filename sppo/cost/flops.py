@@ -26,6 +26,8 @@ from sppo.cost.trainable import EVERYTHING, Trainable, trains_head
 BACKWARD_RATIO = 2
 FLASH_BACKWARD_RATIO = 2.5
 _PASSES = 1 + BACKWARD_RATIO
+DOWN = ("down", "expert_down", "shared_down")
+"""Projections of the outputs of MLPs."""
 _Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
 
 
@@ -132,12 +134,26 @@ def partition_costs(
 
 
 def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the projections that recompute the linear class in backward."""
+    """Return the names of the projections that recompute the linear class in backward.
+
+    With post norms, the class has the output of the MLP.
+    """
     inputs = ("gate", "up", "expert_gate", "expert_up", "shared_gate", "shared_up")
+    outputs = () if model.norm_placement == "pre" else DOWN
     k = ("k",) if model.qk_norm else ()
-    return ("q", "o", *inputs, *k)
+    return ("q", "o", *inputs, *outputs, *k)
 
 
 def recomputed_linear_flops(model: ModelConfig, kind: LayerKind) -> int:
     """Return the FLOPs per token and layer of the products of :func:`recomputed_linear_names`."""
     return 2 * kind.weights_per_token(kind.projections(*recomputed_linear_names(model)))
+
+
+def recomputed_output_flops(model: ModelConfig, kind: LayerKind) -> int:
+    """Return the FLOPs per token of a layer's output from its input and recomputed linear class.
+
+    With post norms, the class has the output before its norm.
+    """
+    if model.norm_placement != "pre":
+        return 0
+    return 2 * kind.weights_per_token(kind.projections(*DOWN))

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
-from sppo.config.model import ModelConfig
+from sppo.config.model import LayerType, ModelConfig
 from sppo.cost.elementwise import Work, bytes_per_element, layer_work, saving_work
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
@@ -195,10 +195,10 @@ def layer_parts(
     attention, attention_backward = map(
         parts.by_subsequence, _attention_seconds(workload, parts, window=kind.window)
     )
-    works = layer_work(model, element_bytes=workload.element_bytes, trained=kind.trained)
+    works = layer_work(model, kind.type, element_bytes=workload.element_bytes, trained=kind.trained)
     elementwise = {name: _work_seconds(workload, work, tokens=here) for name, work in works.items()}
     saving = {
-        index: _saving_seconds(workload, index, tokens=here) * kind.has_backward
+        index: _saving_seconds(workload, kind.type, index, tokens=here) * kind.has_backward
         for index in _CLASSES
     }
     exchange = exchange_seconds(workload, tokens=tokens)
@@ -247,11 +247,14 @@ def layer_parts(
     }
 
 
-def kv_seconds(workload: Workload, *, tokens: Floats, matrices: Shapes) -> Table:
+def kv_seconds(
+    workload: Workload, layer_type: LayerType, *, tokens: Floats, matrices: Shapes
+) -> Table:
     """Return the seconds of recomputing K and V of one layer from its input, [subsequences].
 
     Args:
         workload: Model, machine, precision, sequence parallelism.
+        layer_type: Type of the layer.
         tokens: Tokens of each subsequence.
         matrices: Weights and factors of the projections to K and V.
     """
@@ -261,7 +264,7 @@ def kv_seconds(workload: Workload, *, tokens: Floats, matrices: Shapes) -> Table
     share = model.kv_heads / (model.num_heads + model.kv_heads)
     if workload.sequence_parallel == "megatron":
         share = _EXCHANGES["megatron"]["linear_recompute"]
-    work = layer_work(model, element_bytes=workload.element_bytes, trained=())["kv"]
+    work = layer_work(model, layer_type, element_bytes=workload.element_bytes, trained=())["kv"]
     seconds: Table = (
         _products(workload, matrices, tokens=here, product="forward")
         + _work_seconds(workload, work, tokens=here)
@@ -450,15 +453,17 @@ def _work_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -
     return seconds
 
 
-def saving_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Return the seconds in which a layer's forward saves tensors, [subsequences]."""
+def saving_seconds(workload: Workload, kind: LayerKind, *, tokens: Floats) -> Table:
+    """Return the seconds in which the forward of a layer saves tensors, [subsequences]."""
     here = tokens / workload.sequence_parallel_degree
-    saving = [_saving_seconds(workload, index, tokens=here) for index in _CLASSES]
+    saving = [_saving_seconds(workload, kind.type, index, tokens=here) for index in _CLASSES]
     seconds: Table = np.sum(saving, axis=0) * workload.correction.forward
-    return seconds
+    return seconds * kind.has_backward
 
 
-def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
+def _saving_seconds(
+    workload: Workload, layer_type: LayerType, index: int, *, tokens: Floats
+) -> Table:
     """Return the seconds of copying one class of saved tensors onto the stack of a CPU run.
 
     A GPU keeps saved tensors in place. Recomputed tensors are not copied, so recomputation saves
@@ -466,5 +471,6 @@ def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
     """
     if workload.hardware.device.kind != "cpu":
         return np.zeros_like(tokens)
-    names = sorted(tensors_of((index,), workload.model))
-    return _work_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)
+    model = workload.model
+    names = sorted(tensors_of((index,), model, layer_type))
+    return _work_seconds(workload, saving_work(model, layer_type, names=names), tokens=tokens)

@@ -19,10 +19,10 @@ Shape = tuple[int, ...]
 
 KEYS = ("k", "v")
 """Projections that Megatron shards by key/value heads, of which there may be fewer than devices."""
-ROWS = ("q", *KEYS, "gate", "up")
+ROWS = ("q", *KEYS, "sinks", "gate", "up")
 COLUMNS = ("o", "down")
 """Projections that Megatron shards by columns; one device holds the bias, which is added to the
-group's sum. `ROWS` are sharded by rows, including their biases."""
+group's sum. `ROWS` are sharded by rows, including their biases, and sinks by heads."""
 
 _PLACEMENTS = ("pre", "post")
 _KINDS = {

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
-from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import layers_with_backward, trains_embedding
 from sppo.engine.attention.prefix_attention import PrefixAttention
@@ -75,8 +74,9 @@ class Stage:
         self._adapter_scale = 1.0 if trainable.adapter is None else trainable.adapter.scale
         self.store, self._kv = providers.saved, providers.kv_store
         self._blocks = BlockLayout(
-            tensor_bytes_per_token(self.model, element_bytes=self._kv.dtype.itemsize),
+            self.model,
             layers=self._with_backward,
+            element_bytes=self._kv.dtype.itemsize,
             input_every=input_every,
         )
         self.layout = ActivationLayout(self._blocks, {})
@@ -352,6 +352,7 @@ class Stage:
                 self._heads,
                 window=self.model.layer_type(index).window,
                 document_starts=unit.span.document_starts,
+                scale=self.model.attention_scale,
                 offload=offload,
             )
             table = rotary.of_layer(index)

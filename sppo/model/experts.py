@@ -195,9 +195,7 @@ class ExpertMlp:
         of_all_CX = wide_linear(dy_CE, bias_XE)
         dweights_Ck += of_all_CX.gather(1, inputs["chosen"].long())
         if gradients.trains("expert_down.bias"):
-            gradients.product(
-                "expert_down.bias", dy_CO=weights_CX.to(dy_CE.dtype), x_CI=dy_CE
-            )
+            gradients.product("expert_down.bias", dy_CO=weights_CX.to(dy_CE.dtype), x_CI=dy_CE)
 
     def _project(self, name: str, x_RE: Tensor, chosen_Ck: Tensor, order: ExpertOrder) -> Tensor:
         """Return the projection "gate" or "up" by the experts of each token, ``[C, k F]``."""

@@ -32,9 +32,7 @@ class GradientSink(Protocol):
         """Take the operands of the gradient ``dy.T @ x`` of the matrix ``name``."""
         ...
 
-    def expert_products(
-        self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor
-    ) -> None:
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
         """Take the operands of the gradients ``dy.T @ x`` of the stacked matrices ``name``.
 
         Args:
@@ -72,9 +70,7 @@ class GradientSum:
         """Add the product ``dy.T @ x`` to the matrix's sum."""
         accumulate_weight_gradient(self._totals[name], dy_CO, x_CI)
 
-    def expert_products(
-        self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor
-    ) -> None:
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
         """Add the product of the rows of each expert to its sum."""
         accumulate_grouped_weight_gradient_(self._totals[name], dy_RO, x_RI, offsets_X)
 
@@ -129,9 +125,7 @@ class DeferredGradients:
         """Store both operands of the product until :meth:`add_up`."""
         self._operands.append(_Deferred(name, "product", {"dy_CO": dy_CO, "x_CI": x_CI}))
 
-    def expert_products(
-        self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor
-    ) -> None:
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
         """Store the operands of the products until :meth:`add_up`."""
         operands = {"dy_RO": dy_RO, "x_RI": x_RI, "offsets_X": offsets_X}
         self._operands.append(_Deferred(name, "expert_products", operands))

@@ -13,7 +13,8 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import StoredTensor, check_headers
-from sppo.model.hf_names import HfTensor, hf_tensors
+from sppo.model.hf_layouts import part_values
+from sppo.model.hf_names import HfPart, HfTensor, hf_tensors
 
 _DTYPES = {
     "F64": torch.float64,
@@ -43,20 +44,23 @@ class HfWeights(Mapping[str, Tensor]):
         stored: Mapping[str, StoredTensor],
     ) -> None:
         self._order = tuple(order)
-        self._places: dict[str, tuple[StoredTensor, HfTensor, int]] = {
-            part: (stored[tensor.name], tensor, index)
-            for tensor in tensors
-            for index, part in enumerate(tensor.parts)
-        }
+        self._places: dict[str, list[tuple[StoredTensor, HfTensor, HfPart]]] = {}
+        for tensor in tensors:
+            for part in tensor.parts:
+                places = self._places.setdefault(part.name, [])
+                places.append((stored[tensor.name], tensor, part))
 
     def __getitem__(self, name: str) -> Tensor:
-        stored, tensor, index = self._places[name]
-        values = read_stored(stored)
-        if tensor.transposed:
-            values = values.T
-        start = sum(tensor.rows[:index])
-        part = values.narrow(0, start, tensor.rows[index])
-        return part.clone(memory_format=torch.contiguous_format)
+        places = self._places[name]
+        (first, tensor, part), *others = places
+        values = part_values(read_stored(first), tensor, part)
+        if part.expert is None:
+            return values.clone(memory_format=torch.contiguous_format)
+        experts = values.new_empty((len(places), *values.shape))
+        experts[part.expert] = values
+        for stored, tensor, part in others:
+            experts[part.expert] = part_values(read_stored(stored), tensor, part)
+        return experts
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -70,7 +74,7 @@ class HfWeights(Mapping[str, Tensor]):
     @property
     def dtype(self) -> torch.dtype:
         """Narrowest type that represents every stored value exactly."""
-        kinds = {_DTYPES[stored.dtype] for stored, _, _ in self._places.values()}
+        kinds = {_DTYPES[place[0].dtype] for places in self._places.values() for place in places}
         return reduce(torch.promote_types, kinds)
 
 

@@ -24,6 +24,7 @@ from sppo.config.huggingface.model_config import hf_config
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE
+from sppo.model.hf_layouts import assemble
 from sppo.model.hf_names import HfTensor, hf_tensors
 from sppo.output_file import (
     FULL_ERRNOS,
@@ -203,7 +204,7 @@ def write_tensors(
     path: Path, tensors: Sequence[HfTensor], weights: Mapping[str, Tensor], *, dtype: str
 ) -> None:
     """Write a safetensors file; ``weights`` has the parts of the tensors by SPPO's names."""
-    contents = {t.full_name: _assemble(t, weights).to(DTYPES[dtype]) for t in tensors}
+    contents = {t.full_name: assemble(t, weights).to(DTYPES[dtype]) for t in tensors}
     # Created here because safetensors would create a file that only its owner can read.
     path.touch()
     mode = path.stat().st_mode
@@ -215,17 +216,3 @@ def write_tensors(
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
     path.chmod(mode)
-
-
-def _assemble(tensor: HfTensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return one tensor as stored: parts stacked along the outputs, transposed for GPT-2."""
-    parts = [weights[name].detach().cpu() for name in tensor.parts]
-    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-    stored = stacked.T if tensor.transposed else stacked
-    rows = tuple(part.shape[0] for part in parts)
-    if tuple(stored.shape) != tensor.shape or rows != tensor.rows:
-        raise ValueError(
-            f"{', '.join(tensor.parts)} make {tensor.full_name} {list(stored.shape)}, "
-            f"needs {list(tensor.shape)}"
-        )
-    return stored.contiguous()

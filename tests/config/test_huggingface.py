@@ -107,6 +107,15 @@ def test_what_keys_mean(family, keys, fields):
             },
             [None, None, 5],
         ),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            [5, None, 5],
+        ),
     ],
 )
 def test_sliding_windows(family, keys, windows):
@@ -211,9 +220,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
             "qwen3",
             {
                 "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "layer_types": ["sliding_attention", "full_attention", "linear_attention"],
             },
-            ["layer_types", "followed by"],
+            ["layer_types", "full_attention, sliding_attention"],
         ),
         ("qwen2", {"layer_types": ["full_attention"]}, ["each of 3 layers"]),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers -1"]),
@@ -341,10 +350,10 @@ def test_a_family_is_chosen_when_none_is_named(preset, changes, family):
     ("changes", "words"),
     [
         ({"norm": "layernorm"}, ["no Hugging Face family", "norm is layernorm, needs rmsnorm"]),
-        ({"output_bias": True}, ["needs qkv_bias equal to output_bias"]),
+        ({"family": "llama", "output_bias": True}, ["llama: qkv_bias is false, needs true"]),
         ({"position": "learned"}, ["position is learned, needs rotary", "norm is rmsnorm"]),
         ({"family": "llama", "qk_norm": True}, ["llama does not compute", "qk_norm is head"]),
-        ({"family": "llama", "sliding_window": 9}, ["needs no layer with a sliding_window"]),
+        ({"family": "llama", "sliding_window": 9}, ["sliding_window is 9, needs null"]),
         ({"family": "qwen2"}, ["qkv_bias is false, needs true"]),
     ],
 )

@@ -55,6 +55,15 @@ VARIANTS = {
         "rope_scaling": ROPES["linear"],
     },
     "learned positions, q/k-norm, swiglu": {"position": "learned", "qk_norm": True},
+    "olmo: post norms, q/k-norm of all heads": FAMILIES["olmo"],
+    "gemma: norms on both sides": {**FAMILIES["gemma"], "num_kv_heads": 2},
+    "gpt-oss: sinks, window": {**FAMILIES["gpt-oss"], "num_kv_heads": 2},
+    "granite: scales, no rotation in layer 1": FAMILIES["granite"],
+    "glm: both norms, partial rotation": {
+        **FAMILIES["glm"],
+        "num_kv_heads": 1,
+        "rotary_fraction": 0.7,
+    },
 }
 
 
@@ -70,7 +79,7 @@ def random_weights(model, *, seed=0, dtype=torch.float64, trainable=EVERYTHING):
         if len(shape) == 2:
             weight = noise * (0.7 if "embed" in name or "positions" in name else shape[1] ** -0.5)
         elif name.endswith("norm.weight"):
-            weight = 1.0 + 0.4 * noise
+            weight = 0.4 * noise + (not model.norm_offset)
         else:
             weight = 0.5 * noise
         weights[name] = weight.to(dtype)

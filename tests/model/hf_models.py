@@ -1,4 +1,4 @@
-"""Tiny random transformers models of the five families, as oracles for SPPO's models.
+"""Tiny random transformers models of all families, as oracles for SPPO's models.
 
 All weights are random: transformers initializes norms with one and biases with zero, which would
 hide a forgotten norm or bias.
@@ -12,8 +12,6 @@ import torch
 from sppo.config.huggingface.model_config import model_fields
 from sppo.config.model import ModelConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -22,6 +20,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 """Keys of a ``rope_scaling``."""
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e5,
+    "original_max_position_embeddings": 64,
+}
 
 _ROTARY = {
     "vocab_size": 61,
@@ -32,6 +37,7 @@ _ROTARY = {
     "intermediate_size": 44,
     "max_position_embeddings": 256,
 }
+_SIX = {**_ROTARY, "num_hidden_layers": 6, "pad_token_id": None}
 # Where a family lets them differ, hidden_size 24 is not num_attention_heads * head_dim = 60.
 _TINY = {
     "llama": {**_ROTARY, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
@@ -49,7 +55,28 @@ _TINY = {
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
     },
+    "ministral": {
+        **{**_SIX, "head_dim": 10, "sliding_window": 9},
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    "smollm3": {**_SIX, "attention_bias": True, "no_rope_layer_interval": 3},
+    "seed_oss": {**_SIX, "head_dim": 10, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "phi3": {**_SIX, "hidden_size": 48, "partial_rotary_factor": 0.75, "sliding_window": 9},
+    "olmo2": {**_SIX, "attention_bias": True},
+    "olmo3": {**_SIX, "sliding_window": 7, "rope_parameters": {"full_attention": YARN}},
+    "gemma3_text": {
+        **_SIX,
+        "head_dim": 10,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 7,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}},
+    },
+    "glm4": {**_SIX, "head_dim": 8, "attention_bias": True},
 }
+"""Six layers, where some are different: each kind occurs twice. Windows are shorter than tests."""
+
+FAMILIES = tuple(_TINY)
 _SIZES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",

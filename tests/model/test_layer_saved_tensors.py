@@ -68,7 +68,7 @@ class Run:
 
 
 def everything(model):
-    return frozenset(tensor_bytes_per_token(model, element_bytes=8))
+    return frozenset(tensor_bytes_per_token(model, model.layer_type(0), element_bytes=8))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,7 +76,7 @@ def test_saved_tensors_have_the_bytes_planned_for(variant):
     run = Run(variant)
     _, saved = run.forward(everything(run.model))
     sizes = {name: t.numel() * t.element_size() / TOKENS for name, t in saved.items()}
-    assert sizes == tensor_bytes_per_token(run.model, element_bytes=8)
+    assert sizes == tensor_bytes_per_token(run.model, run.model.layer_type(0), element_bytes=8)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

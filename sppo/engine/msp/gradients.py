@@ -58,9 +58,7 @@ class SharedGradients:
         accumulate_weight_gradient(weight, dy_CO, x_CI)
         self._send(name, weight)
 
-    def expert_products(
-        self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor
-    ) -> None:
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
         """Compute the gradients of stacked matrices; start to sum them at the owner."""
         stacked = self._sum(name)
         accumulate_grouped_weight_gradient_(stacked, dy_RO, x_RI, offsets_X)
