@@ -15,7 +15,7 @@ from sppo.config.huggingface.families import FAMILIES
 from sppo.config.huggingface.model_config import hf_family
 from sppo.config.huggingface.tensor_names import EXPERT, TensorNames
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, parameter_shapes
+from sppo.cost.parameters import Shape, choice_bias_shapes, parameter_shapes
 
 Entry = TypeVar("Entry")
 
@@ -58,6 +58,8 @@ class HfTensor:
     """Whether the last two dimensions are stored as ``[inputs, outputs]``."""
     stacked: bool = False
     """Whether the first dimension counts experts, so that the outputs are in the second one."""
+    is_fp32: bool = False
+    """Whether the tensor is written in fp32, whatever the type of the others."""
 
     @property
     def full_name(self) -> str:
@@ -71,12 +73,12 @@ def names_of(model: ModelConfig) -> TensorNames:
 
 
 def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
-    """Return the tensors of a Hugging Face directory of ``model``, ordered as ``parameter_shapes``.
+    """Return the tensors of a Hugging Face directory of ``model``, ordered as ``stored_shapes``.
 
     Raises:
         ValueError: No Hugging Face family computes exactly this model.
     """
-    names, shapes = names_of(model), parameter_shapes(model)
+    names, shapes = names_of(model), stored_shapes(model)
     groups: dict[str, list[str]] = {}
     tensors: dict[str, HfTensor] = {}
     for ours in shapes:
@@ -86,6 +88,11 @@ def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
         for tensor in _tensors(stored, parts, shapes, model=model, names=names):
             tensors[tensor.name] = tensor
     return tuple(tensors.values())
+
+
+def stored_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of all parameters, and of the biases by which experts are chosen."""
+    return parameter_shapes(model) | choice_bias_shapes(model)
 
 
 def head_rows(module: str, model: ModelConfig, names: TensorNames) -> tuple[int, ...]:
@@ -158,4 +165,5 @@ def _tensors(
         order = head_rows(part.split(".")[-2], model, names)
         found.append(HfPart(part, rows=rows, head_rows=order))
     prefix = "" if stored == HEAD else names.prefix
-    return [HfTensor(stored, prefix, tuple(shape), tuple(found), transposed, stacked)]
+    is_fp32 = ".".join(parts[0].split(".")[2:]) in names.fp32
+    return [HfTensor(stored, prefix, tuple(shape), tuple(found), transposed, stacked, is_fp32)]

@@ -11,10 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import StoredTensor, check_headers
 from sppo.model.hf_layouts import part_values
-from sppo.model.hf_names import HfPart, HfTensor, hf_tensors
+from sppo.model.hf_names import HfPart, HfTensor, hf_tensors, stored_shapes
 
 _DTYPES = {
     "F64": torch.float64,
@@ -73,8 +72,9 @@ class HfWeights(Mapping[str, Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Narrowest type that represents every stored value exactly."""
-        kinds = {_DTYPES[place[0].dtype] for places in self._places.values() for place in places}
+        """Narrowest type that represents exactly every stored value that is not written in fp32."""
+        places = [place for places in self._places.values() for place in places]
+        kinds = {_DTYPES[stored.dtype] for stored, tensor, _ in places if not tensor.is_fp32}
         return reduce(torch.promote_types, kinds)
 
 
@@ -92,7 +92,7 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
     """
     directory = Path(directory)
     stored = check_headers(directory, model)
-    weights = HfWeights(parameter_shapes(model), hf_tensors(model), stored.tensors)
+    weights = HfWeights(stored_shapes(model), hf_tensors(model), stored.tensors)
     if stored.tied_head is not None:
         _check_tied(directory, stored.tied_head, weights["embed.weight"])
     return weights

@@ -46,6 +46,8 @@ class TensorNames:
     adjacent_pairs: bool = False
     """Whether q and k are rotated in pairs of adjacent dimensions; SPPO rotates dimension i with
     i + R/2, so that the outputs of their projections have another order."""
+    fp32: frozenset[str] = frozenset()
+    """SPPO's parameters within a layer that are stored in fp32, whatever the type of the others."""
     skipped: str = "$^"
     """Regular expression of bare names that other parts of a model have, such as a vision tower."""
     has_later_layers: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sppo.config.huggingface.families import gpt2, llama, post_norms, qwen
+from sppo.config.huggingface.families import experts, gpt2, llama, post_norms, qwen
 from sppo.config.huggingface.families.refused import REFUSED_FAMILIES
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.model import Family
@@ -25,5 +25,11 @@ FAMILIES: Mapping[Family, HfFamily] = {
     "olmo3": post_norms.OLMO3,
     "gemma3_text": post_norms.GEMMA3,
     "glm4": post_norms.GLM4,
+    "mixtral": experts.MIXTRAL,
+    "qwen2_moe": qwen.QWEN2_MOE,
+    "qwen3_moe": qwen.QWEN3_MOE,
+    "olmoe": experts.OLMOE,
+    "gpt_oss": experts.GPT_OSS,
+    "glm4_moe": experts.GLM4_MOE,
 }
 """Families by name, in the order in which one is chosen for a model without a family."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sppo.config.huggingface.settings import Choice, Json, Key, flag, integer, number
+from sppo.config.huggingface.tensor_names import EXPERT
 
 
 def _init_std(config: Json, key: str) -> float:
@@ -70,3 +71,26 @@ DEFAULTS: Json = {
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
+
+EXPERT_MODULES = {
+    "router": "mlp.gate",
+    "expert_gate": f"mlp.experts.{EXPERT}.gate_proj",
+    "expert_up": f"mlp.experts.{EXPERT}.up_proj",
+    "expert_down": f"mlp.experts.{EXPERT}.down_proj",
+}
+"""Modules of experts in most families."""
+
+
+def routed(count: str, mlp_size: str) -> tuple[Key, ...]:
+    """Return the settings of experts with weights that may be normalized.
+
+    Args:
+        count: Key of the number of experts.
+        mlp_size: Key of the width of one.
+    """
+    return (
+        Key("experts.count", count, integer),
+        Key("experts.per_token", "num_experts_per_tok", integer),
+        Key("experts.mlp_size", mlp_size, integer),
+        Key("experts.normalize", "norm_topk_prob", flag),
+    )
