@@ -393,7 +393,7 @@ def _trained_are_named_once(run: RunConfig) -> Broken:
 def _family_computes_it(run: RunConfig) -> Broken:
     """The family that ``model.family`` names computes exactly this model, so it can be exported."""
     family = run.model.family
-    reasons = () if family is None else tuple(FAMILIES[family].misfits(run.model))
+    reasons = () if family is None else FAMILIES[family].misfits(run.model)
     if reasons:
         rule = f"does not compute this model: {'; '.join(reasons)}; use another family, or null"
         yield "model.family", rule

@@ -118,6 +118,22 @@ def _of_layer(model: ModelConfig, index: int) -> dict[str, Shape]:
     return {f"layers.{index}.{name}": shape for name, shape in layer_shapes(model, index).items()}
 
 
+def choice_bias(layer: int) -> str:
+    """Return the global name of the buffer with the biases by which a layer's experts are chosen.
+
+    It is no parameter: it has no gradient, is in fp32 in every run, and all ranks hold it.
+    """
+    return f"layers.{layer}.router.choice_bias"
+
+
+def choice_bias_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the biases by which experts are chosen, by global name."""
+    if model.experts is None or not model.experts.choice_bias:
+        return {}
+    routed = (layer for layer in range(model.num_layers) if model.layer_type(layer).routed)
+    return {choice_bias(layer): (model.experts.count,) for layer in routed}
+
+
 def num_parameters(model: ModelConfig) -> int:
     """Return the number of scalars of the whole model."""
     return sum(prod(shape) for shape in parameter_shapes(model).values())
