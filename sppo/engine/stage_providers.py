@@ -22,6 +22,7 @@ from sppo.activations.activation_layout import ActivationKey
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.attention.kv_store import KVStore, StoredKV
+from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import PartProvider, WeightProvider, visit
 from sppo.engine.unit import Unit
@@ -50,6 +51,7 @@ class StageProviders:
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         results: Unscaled losses and correctness, ``[L]`` each, of the units that were computed.
         trainable: Parameters that train; `gradients` has buffers of no others.
+        loads: Loads of the experts, and the terms of their routers.
     """
 
     model: ModelConfig
@@ -58,6 +60,7 @@ class StageProviders:
     saved: BlockStore
     kv_store: KVStore
     loss_terms: LossTerms
+    loads: ExpertLoads
     results: dict[UnitKey, tuple[Tensor, Tensor]] = field(default_factory=dict)
     trainable: Trainable = EVERYTHING
 

@@ -32,11 +32,13 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.kernels.rotary import RotaryTable
 from sppo.kernels.sinks import apply_sinks_, sink_gradient
+from sppo.model.experts import ExpertMlp
 from sppo.model.gradients import GradientSink
 from sppo.model.heads import Heads
-from sppo.model.mlp import Mlp, mlp_of
+from sppo.model.mlp import DenseMlp, Mlp
 from sppo.model.projection import Projection
 from sppo.model.residual import Residual, TokenExchange
+from sppo.model.router import NO_TERMS, RoutingTerms
 
 Weights = Mapping[str, Tensor]
 Saved = dict[str, Tensor]
@@ -86,6 +88,7 @@ class Layer:
         attention: Attention of the tokens over their prefix and themselves.
         tokens: Collectives of the ranks over which the residual stream's tokens are sharded.
         adapter_scale: Factor of the product of the factors of an adapter.
+        routing: Terms of the routing of the tokens to experts.
     """
 
     model: ModelConfig
@@ -94,6 +97,7 @@ class Layer:
     attention: SubsequenceAttention
     tokens: TokenExchange = TokenExchange()  # noqa: RUF009 - has no state
     adapter_scale: float = 1.0
+    routing: RoutingTerms = NO_TERMS
 
     def forward(self, x_CE: Tensor, *, keep: frozenset[str]) -> tuple[Tensor, Saved]:
         """Return the output ``[C, E]`` and the saved tensors named in ``keep``."""
@@ -339,7 +343,9 @@ class Layer:
 
     @property
     def _mlp(self) -> Mlp:
-        return mlp_of(self.model, self.weights, self.adapter_scale)
+        if "router.weight" in self.weights:
+            return ExpertMlp(self.model, self.weights, self.adapter_scale, self.routing)
+        return DenseMlp(self.model, self.weights, self.adapter_scale)
 
     def _projection(self, name: str) -> Projection:
         return Projection(name, self.weights, self.adapter_scale)

@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo.config.model import LayerType, ModelConfig
+from sppo.config.routing import NO_ROUTING_LOSSES, RoutingConfig
 from sppo.cost.trainable import Trainable
 from sppo.engine.unit import SequenceData, document_positions
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.rope import rotary_frequencies
+from tests.engine.expert_reference import Routed, mixture, routing_loss
 from tests.kernels.attention.reference import visible_pairs
 
 
@@ -43,11 +45,24 @@ def reference_loss(
     sequences: Sequence[SequenceData],
     *,
     terms: LossTerms = CROSS_ENTROPY,
+    routing: RoutingConfig = NO_ROUTING_LOSSES,
 ) -> Tensor:
-    """Mean loss over all valid labels of ``sequences``; differentiable in ``weights``."""
+    """Mean loss over all valid labels of ``sequences``; differentiable in ``weights``.
+
+    To its gradient, not to its value, the losses of the routers are added.
+    """
     losses = [reference_token_losses(model, weights, data, terms=terms) for data in sequences]
     total = torch.stack([of_sequence.sum() for of_sequence in losses]).sum()
-    return total / sum(data.num_valid for data in sequences)
+    loss = total / sum(data.num_valid for data in sequences)
+    if routing != NO_ROUTING_LOSSES:
+        tokens = sum(len(data.tokens_S) for data in sequences)
+        for data in sequences:
+            routed: list[Routed] = []
+            reference_logits(model, weights, data, routed=routed)
+            of_layers = torch.stack([routing_loss(model, routing, layer) for layer in routed])
+            of_routers = of_layers.sum() * len(data.tokens_S) / tokens
+            loss = loss + of_routers - of_routers.detach()
+    return loss
 
 
 def reference_token_losses(
@@ -75,16 +90,20 @@ def token_losses_of(logits: Tensor, labels_S: Tensor, *, terms: LossTerms) -> Te
 
 
 def reference_logits(
-    model: ModelConfig, weights: Mapping[str, Tensor], data: SequenceData
+    model: ModelConfig,
+    weights: Mapping[str, Tensor],
+    data: SequenceData,
+    *,
+    routed: list[Routed] | None = None,
 ) -> Tensor:
-    """Logits of each token, ``[S, V]``."""
+    """Logits of each token, ``[S, V]``; adds how experts were chosen to ``routed``."""
     positions = document_positions(len(data.tokens_S), data.document_starts)
     x = weights["embed.weight"][data.tokens_S]
     x = x * torch.tensor(model.embedding_scale, dtype=x.dtype)
     if model.position == "learned":
         x = x + weights["positions.weight"][positions]
     for index in range(model.num_layers):
-        x = _layer(model, weights, f"layers.{index}.", x, positions, data, index)
+        x = _layer(model, weights, f"layers.{index}.", x, positions, data, index, routed)
     hidden = _norm(model, weights, "final_norm", x)
     head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
     return hidden @ head.T * model.logits_scale
@@ -98,6 +117,7 @@ def _layer(
     positions_S: Tensor,
     data: SequenceData,
     index: int,
+    routed: list[Routed] | None,
 ) -> Tensor:
     before, behind = model.norm_placement != "post", model.norm_placement != "pre"
 
@@ -114,8 +134,14 @@ def _layer(
         model.layer_type(index),
     )
     x_mid = x_SE + model.residual_scale * normed("attention_post_norm", attention, there=behind)
-    hidden = _mlp_hidden(model, weights, prefix, normed("mlp_norm", x_mid, there=before))
-    mlp = _linear(weights, prefix + "down", hidden)
+    n2 = normed("mlp_norm", x_mid, there=before)
+    if model.layer_type(index).routed:
+        of_experts = mixture(model, weights, prefix, n2)
+        mlp = of_experts.out_SE
+        if routed is not None:
+            routed.append(of_experts)
+    else:
+        mlp = _linear(weights, prefix + "down", _mlp_hidden(model, weights, prefix, n2))
     return x_mid + model.residual_scale * normed("mlp_post_norm", mlp, there=behind)
 
 

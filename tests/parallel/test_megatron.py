@@ -17,7 +17,6 @@ from sppo.parallel.mesh_shape import Coordinates, MeshShape
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.tiers import each_once
 
-
 OF_ALL_HEADS = "olmo: post norms, q/k-norm of all heads"
 SHARDED = [variant for variant in VARIANTS if variant != OF_ALL_HEADS]
 
@@ -90,7 +89,7 @@ def test_narrow_sums_are_rounded_once(ranks):
 
 
 def test_a_norm_over_all_heads_is_refused():
-    with pytest.raises(ValueError, match=r"qk_norm=all .* sequence_parallel=ulysses"):
+    with pytest.raises(ValueError, match=r"qk_norm=all .*sequence_parallel=ulysses"):
         tensor_shard(tiny_model(OF_ALL_HEADS), degree=2)
 
 
