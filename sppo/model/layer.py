@@ -43,6 +43,11 @@ class SubsequenceAttention(Protocol):
         """Store k and v at the subsequence's positions; return the attention (o_CND, lse_NC)."""
         ...
 
+    @property
+    def lacks_keys(self) -> bool:
+        """True if backward must :meth:`provide` k and v before attention is computed."""
+        ...
+
     def provide(self, k_CKD: Tensor, v_CKD: Tensor) -> None:
         """Store k and v at the subsequence's positions again, without attention."""
         ...
@@ -136,6 +141,7 @@ class Layer:
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
+            self._provide_lacking(n1)
             o_CND, lse = self.attention.recompute(q)
             o = o_CND.flatten(1)
         x_mid = saved.pop("x_mid", None)
@@ -147,6 +153,7 @@ class Layer:
         back.parameter_gradients(o, gradients)
         do_CND = back.input_gradient().view_as(q)
         del back
+        self._provide_lacking(n1)
         dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
         dq = self._unrotate_and_unnorm("q", dq, q_projected, gradients)
@@ -198,6 +205,8 @@ class Layer:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
             q = self._norm_and_rotate("q", q, _later(self.rotary, done))
+        if self.attention.lacks_keys:
+            self.recompute_kv(saved["x_in"])
         o_CND, lse_NC = self.attention.recompute(q)
         if done:
             saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
@@ -207,8 +216,15 @@ class Layer:
 
     def recompute_kv(self, x_CE: Tensor) -> None:
         """Provide k and v to attention again, bitwise equal to those of :meth:`forward`."""
-        n1 = self._gathered_norm("attention_norm", x_CE)
-        k, v = (self._heads(name, n1) for name in ("k", "v"))
+        self._provide(self._gathered_norm("attention_norm", x_CE))
+
+    def _provide_lacking(self, n1_CE: Tensor) -> None:
+        """Provide k and v to attention in backward if it lacks them."""
+        if self.attention.lacks_keys:
+            self._provide(n1_CE)
+
+    def _provide(self, n1_CE: Tensor) -> None:
+        k, v = (self._heads(name, n1_CE) for name in ("k", "v"))
         self.attention.provide(self._norm_and_rotate("k", k, self.rotary), v)
 
     def recompute_output(self, saved: Saved) -> Tensor:

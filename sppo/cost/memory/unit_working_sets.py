@@ -130,6 +130,7 @@ def running_bytes(
             layers=min(layers, every + 1),
             shard=shard,
             kind=kind,
+            recomputes_windows=candidate.recomputes_windows[stage],
         )
         for kind in _kinds(candidate, stage=stage)
     ]
@@ -142,11 +143,10 @@ def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
 
     None stands for the kind of all layers.
     """
-    if candidate.workload.trainable.is_everything:
+    workload, kinds = candidate.workload, candidate.kinds_of_layers[stage]
+    if workload.trainable.is_everything and workload.model.windows == {None}:
         return (None,)
-    kinds = candidate.kinds_of_layers[stage]
-    saving = [kind for kind in kinds if kind.has_backward] or [*kinds]
-    return {kind._replace(type=kind.type._replace(window=None)) for kind in saving}
+    return [kind for kind in kinds if kind.has_backward] or [*kinds]
 
 
 def loss_bytes(workload: Workload, *, tokens: int) -> int:
