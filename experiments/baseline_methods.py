@@ -220,19 +220,18 @@ def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
     workload, length = candidate.workload, sum(candidate.lengths)
     keeps = method.policy == "retain"
     kv = kv_bytes_per_token(workload)[0] * length
-    saved = saved_bytes_per_token(
-        method.policy, workload.model, element_bytes=workload.element_bytes
-    )
-    per_layer = saved * length / workload.sequence_parallel_degree
     exchanged = _exchanged_bytes(candidate, tokens=length)
     stages = []
     for state, layers in zip(state_memory(candidate), candidate.stages, strict=True):
+        saved = saved_bytes_per_token(
+            method.policy, workload.model, layers=layers, element_bytes=workload.element_bytes
+        )
         device = replace(
             state.device,
             kv_bytes=round(kv * (len(layers) if keeps else 1)),
             # Computed and consumed within one layer, so never accumulated in fp32.
             kv_gradients_bytes=round(kv),
-            activations_bytes=round(per_layer * len(layers)),
+            activations_bytes=round(saved * length / workload.sequence_parallel_degree),
             working_bytes=_working_bytes(candidate, method),
             communication_bytes=state.device.communication_bytes + exchanged,
         )

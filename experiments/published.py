@@ -228,16 +228,17 @@ def _memory(published: Published) -> dict[str, float]:
         activations = layers * tokens * model.hidden_size * share
     else:
         saved = {
-            policy: saved_bytes_per_token(policy, model, element_bytes=workload.element_bytes)
+            policy: saved_bytes_per_token(
+                policy, model, layers=range(layers), element_bytes=workload.element_bytes
+            )
             for policy in ("retain", "keep_attention", "recompute")
         }
         _, attention, linear = published.recomputed
-        bytes_per_token = (
+        activations = here * (
             saved["recompute"]
             + (1 - attention) * (saved["keep_attention"] - saved["recompute"])
             + (1 - linear) * (saved["retain"] - saved["keep_attention"])
         )
-        activations = layers * here * bytes_per_token
         if published.recomputed[0] == 0 and attention == linear == 0:
             activations += layers * tokens * kv_bytes_per_token(workload)[0]
     if published.inputs_offloaded:

@@ -209,7 +209,7 @@ def _launches(which: str) -> Mapping[str, Callable[[], None]]:
 def _elementwise(dtype: Any, width: int) -> None:
     import torch
 
-    from sppo.kernels.triton import activations, merge, norms, rotary
+    from sppo.kernels.triton import activations, grouped, merge, norms, rotary
 
     acc_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.zeros(8, width, dtype=dtype)
@@ -225,6 +225,8 @@ def _elementwise(dtype: Any, width: int) -> None:
     activations.activation_backward_(x.clone(), x.clone(), x.clone(), kind="swiglu")
     activations.activation_backward_(x.clone(), None, x.clone(), kind="gelu")
     activations.activation_backward_(x.clone(), None, x.clone(), kind="gelu_tanh")
+    ends, products = torch.full((2,), 8, dtype=torch.int32), torch.zeros(2, width, 64)
+    grouped.add_grouped_products_(products.to(acc_dtype), x, x[:, :64], ends)
     total = torch.zeros(heads.shape, dtype=acc_dtype)
     merge.merge_(total, total[:, :, 0].contiguous(), heads, total[:, :, 0].contiguous())
 

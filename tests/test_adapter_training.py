@@ -139,11 +139,11 @@ def test_five_steps_are_those_of_peft(name, tmp_path):
 
 FROZEN = {
     "llama, upper layers": (
-        Case("llama", train={"only": ["layers.2.*", "*norm*"]}),
+        Case("llama", keys={"train.only": ["layers.2.*", "*norm*"]}),
         r"model\.layers\.2\.|norm",
     ),
-    "gpt2, biases": (Case("gpt2", train={"only": ["*.bias"]}, policy="recompute"), r"\.bias$"),
-    "mistral, head": (Case("mistral", train={"only": ["head.*"]}), r"lm_head\."),
+    "gpt2, biases": (Case("gpt2", keys={"train.only": ["*.bias"]}, policy="recompute"), r"\.bias$"),
+    "mistral, head": (Case("mistral", keys={"train.only": ["head.*"]}), r"lm_head\."),
 }
 """A case with ``train.only``, and what it means in the names of transformers."""
 

@@ -1,12 +1,14 @@
 """Train from a Hugging Face checkpoint to a Hugging Face checkpoint, as a user does it.
 
-transformers and torch.optim.AdamW do the same five steps on whole sequences. Every tensor of the
-result agrees to 1e-4 of its largest value. Gradients of the two differ by rounding, about 1e-6; an
-eps of 1e-5 on both sides keeps Adam from blowing that up where a gradient is nearly zero (a first
-step moves by lr * g / (|g| + eps)). Up to 2e-6 is measured.
+transformers and torch.optim.AdamW do the same five steps on whole sequences, or on whole documents
+that are isolated from each other. Every tensor of the result agrees to 1e-4 of its largest value.
+Gradients of the two differ by rounding, about 1e-6; an eps of 1e-5 on both sides keeps Adam from
+blowing that up where a gradient is nearly zero (a first step moves by lr * g / (|g| + eps)). Up to
+2e-6 is measured.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +21,8 @@ from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
 from tests.conftest import succeed
 from tests.model.hf_models import LLAMA3, tiny_hf_model
 from tests.tiers import default_of
+from tests.training.jobs import trained
+from tests.training.whole_runs.test_parallel_runs import ONE, overrides
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,10 +46,14 @@ class Case:
     sequences_per_step: int = 1
     answers: bool = False
     """Whether only every second run of nine tokens counts."""
+    documents: tuple = (100,)
+    """Starts of the documents after the first."""
     dtype: str = "fp32"
     eps: float = 1e-5
-    train: dict = field(default_factory=dict)
-    """Further keys of the section ``train``."""
+    shape: tuple = ONE
+    """Degrees of data, pipeline and sequence parallelism."""
+    keys: dict = field(default_factory=dict)
+    """Further keys of the run file, by their paths."""
     adapter: dict = field(default_factory=dict)
     """Section ``adapter``, if any."""
 
@@ -85,23 +93,30 @@ def _one_thread():
 
 
 def stream_of(case):
-    """Token ids for every step of a case, as two documents."""
+    """Token ids for every step of a case."""
     count = STEPS * case.sequences_per_step * LENGTH + 1
-    ids = np.random.default_rng(7).integers(0, 61, size=count, dtype=np.uint16)
-    return np.split(ids, [100])
+    return np.random.default_rng(7).integers(0, 61, size=count, dtype=np.uint16)
 
 
 def mask_of(case):
     """Which tokens of the stream count, as labels."""
-    places = np.arange(STEPS * case.sequences_per_step * LENGTH + 1)
+    places = np.arange(len(stream_of(case)))
     return places // 9 % 2 > 0 if case.answers else places >= 0
 
 
+def starts_of(case):
+    """Which tokens of the stream begin a document that is isolated from the one before."""
+    places = np.arange(len(stream_of(case)))
+    return np.isin(places, case.documents if "data.isolate_documents" in case.keys else ())
+
+
 def samples_of(case):
-    """Tokens and labels of all sequences, ``[sequences, LENGTH]``."""
-    stream = torch.from_numpy(np.concatenate(stream_of(case)).astype(np.int64))
-    labels = stream.masked_fill(~torch.from_numpy(mask_of(case)), IGNORED_LABEL)
-    return stream[:-1].view(-1, LENGTH), labels[1:].view(-1, LENGTH)
+    """Tokens, labels and starts of isolated documents of all sequences, ``[sequences, LENGTH]``."""
+    stream = torch.from_numpy(stream_of(case).astype(np.int64))
+    starts = torch.from_numpy(starts_of(case))
+    counts = torch.from_numpy(mask_of(case)) & ~starts
+    labels = stream.masked_fill(~counts, IGNORED_LABEL)
+    return [rows.view(-1, LENGTH) for rows in (stream[:-1], labels[1:], starts[:-1])]
 
 
 def sequence_settings(cut):
@@ -133,7 +148,6 @@ def run_file(case, directory):
             "sequences_per_step": case.sequences_per_step,
             "dtype": case.dtype,
             "output": str(directory / "run"),
-            **case.train,
         },
         "validation": {"every": STEPS, "sets": {"all": {"tokens": str(directory / "tokens")}}},
     }
@@ -157,9 +171,16 @@ def prepared(directory, documents, masks=()):
 
 
 def exported(directory):
-    """Export what was trained; the model."""
+    """Export what was trained, which is the same after it was read and written again; the model."""
     succeed("convert", "to-hf", directory / "run", directory / "exported")
-    return transformers.AutoModelForCausalLM.from_pretrained(directory / "exported")
+    succeed("convert", "from-hf", directory / "exported", directory / "again")
+    for pattern in ("config.json", "*.safetensors*"):
+        files = [path.read_bytes() for path in sorted((directory / "exported").glob(pattern))]
+        again = [path.read_bytes() for path in sorted((directory / "again").glob(pattern))]
+        assert again == files != [], pattern
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory / "exported", attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def lines_of(directory):
@@ -168,22 +189,26 @@ def lines_of(directory):
     return [json.loads(line) for line in lines]
 
 
-def train_ours(case, directory):
-    """Import, prepare, train; the lines of metrics.jsonl."""
-    documents = stream_of(case)
-    masks = np.split(mask_of(case), [len(documents[0])])
-    prepared(directory, documents, masks if case.answers else ())
-    assert "7 subsequences of " in succeed("train", run_file(case, directory))
+def train_ours(case, directory, ranks=None):
+    """Import, prepare, train, in the rank pool if there are several; the lines of metrics.jsonl."""
+    masks = np.split(mask_of(case), case.documents) if case.answers else ()
+    prepared(directory, np.split(stream_of(case), case.documents), masks)
+    path, keys = run_file(case, directory), [f"{key}={value}" for key, value in case.keys.items()]
+    if case.shape == ONE:
+        assert "7 subsequences of " in succeed("train", path, *keys)
+    else:
+        arguments = overrides(case.shape, STEPS, **case.keys)
+        ranks.run(trained, directory, arguments, ranks=math.prod(case.shape))
     return lines_of(directory)
 
 
 def optimizer_of(model, eps=1e-5):
-    """AdamW that decays matrices and nothing else."""
-    parameters = list(model.parameters())
+    """AdamW that decays matrices, also stacked ones, and neither vectors nor stacked biases."""
+    decays = {p: p.dim() >= 2 and "bias" not in name for name, p in model.named_parameters()}
     return torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p, yes in decays.items() if yes], "weight_decay": 0.3},
+            {"params": [p for p, yes in decays.items() if not yes], "weight_decay": 0.0},
         ],
         lr=LR,
         betas=(0.9, 0.95),
@@ -191,27 +216,33 @@ def optimizer_of(model, eps=1e-5):
     )
 
 
-def train_theirs(case, model):
-    """Five steps in place; (loss, gradient norm) of each."""
+def train_theirs(case, model, *, penalty=lambda: 0.0, after_step=lambda: None):
+    """Five steps in place, with a penalty beside the loss; (loss, gradient norm) of each."""
     optimizer = optimizer_of(model, case.eps)
     metrics = []
     batches = zip(*(rows.split(case.sequences_per_step) for rows in samples_of(case)), strict=True)
-    for rate, (tokens, labels) in zip(case.rates, batches, strict=True):
-        loss = mean_loss(model, tokens, labels)
+    for rate, samples in zip(case.rates, batches, strict=True):
+        loss = mean_loss(model, *samples)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + penalty()).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in optimizer.param_groups:
             group["lr"] = LR * rate
         optimizer.step()
+        after_step()
         metrics.append((float(loss.detach()), float(norm)))
     return metrics
 
 
-def mean_loss(model, tokens, labels):
-    """Mean over the labels that count."""
-    logits = model(tokens).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def mean_loss(model, tokens, labels, starts):
+    """Mean over the labels that count, of each isolated document by itself."""
+    logits = [
+        model(document[None]).logits[0]
+        for row, begins in zip(tokens, starts, strict=True)
+        for document in row.tensor_split(begins.nonzero()[:, 0])
+        if len(document)
+    ]
+    return torch.nn.functional.cross_entropy(torch.cat(logits), labels.flatten())
 
 
 def assert_same_metrics(lines, expected, *, tolerance=1e-5):
@@ -234,12 +265,13 @@ def validations(directory):
     return {record.step: record.loss for record in records}
 
 
-def assert_same_weights(actual, expected, before, *, tolerance=TOLERANCE):
-    """Every tensor: the same value, and one that five steps have changed."""
+def assert_same_weights(actual, expected, before, *, tolerance=TOLERANCE, buffers=()):
+    """Every tensor: the same value, and one that five steps have changed, but for buffers."""
     assert actual.keys() == expected.keys()
     errors = {name: distance(actual[name], value) for name, value in expected.items()}
     assert max(errors.values()) <= tolerance, errors
-    changes = {name: distance(before[name], value) for name, value in expected.items()}
+    weights = expected.keys() - set(buffers)
+    changes = {name: distance(before[name], expected[name]) for name in weights}
     assert min(changes.values()) >= 100 * TOLERANCE, changes
 
 
@@ -248,18 +280,19 @@ def distance(value, expected):
     return float((value - expected).abs().max() / expected.abs().max())
 
 
-def check(case, directory):
+def check(case, directory, ranks=None, theirs_beside=lambda model: {}):
     theirs, _ = tiny_hf_model(case.family, seed=11, **case.options)
     theirs.save_pretrained(directory / "published", max_shard_size="20KB")
     before = {name: value.clone() for name, value in theirs.state_dict().items()}
     at_start = loss_of(case, theirs)
-    lines = train_ours(case, directory)
+    lines = train_ours(case, directory, ranks)
     ours = exported(directory)
     assert type(ours) is type(theirs)
-    steps = train_theirs(case, theirs)
+    steps = train_theirs(case, theirs, **theirs_beside(theirs))
     assert_same_metrics(lines, steps)
     assert min(norm for _, norm in steps) > 0.5, "clipping has to be at work in every step"
-    assert_same_weights(ours.state_dict(), theirs.state_dict(), before)
+    buffers = [name for name, _ in theirs.named_buffers()]
+    assert_same_weights(ours.state_dict(), theirs.state_dict(), before, buffers=buffers)
     expected = {0: at_start, STEPS: loss_of(case, ours)}
     assert validations(directory) == pytest.approx(expected, rel=1e-5)
 

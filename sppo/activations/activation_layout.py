@@ -8,7 +8,7 @@ step as well, so that blocks return in this order.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,14 @@ import numpy.typing as npt
 
 from sppo.activations.placement import Counts
 from sppo.activations.subsequence_placement import Rows, SubsequencePlacement
-from sppo.activations.tensor_classes import ATTENTION, RESIDUAL, class_of
+from sppo.activations.tensor_classes import (
+    ATTENTION,
+    CHOSEN,
+    RESIDUAL,
+    class_of,
+    tensor_bytes_per_token,
+)
+from sppo.config.model import LayerType, ModelConfig
 from sppo.schedule.actions import Action, ActionKind, UnitKey
 
 Flags = npt.NDArray[np.bool_]
@@ -87,15 +94,16 @@ class BlockLayout:
     """Layout of the blocks of one stage's layers, as functions of the offloaded rows.
 
     Attributes:
-        row_bytes: Bytes of one row of every tensor that a layer may save, by name; see
-            :func:`sppo.activations.tensor_classes.tensor_bytes_per_token`.
+        model: Shape of the model.
         layers: Layers of the stage.
+        element_bytes: Bytes of an element of the compute dtype.
         input_every: Number of layers that share one saved input.
         shard_count: Number of devices over which the rows of a subsequence are sharded.
     """
 
-    row_bytes: Mapping[str, int]
+    model: ModelConfig
     layers: range
+    element_bytes: int
     input_every: int = 1
     shard_count: int = 1
 
@@ -107,27 +115,40 @@ class BlockLayout:
         """
         return (layer - self.layers.start) % self.input_every == 0 or not attention_saved
 
+    @cached_property
+    def row_bytes(self) -> Mapping[LayerType, Mapping[str, int]]:
+        """Bytes of one row of every tensor that a layer of each type may save, by name."""
+        types = dict.fromkeys(map(self.model.layer_type, self.layers))
+        return {
+            own: tensor_bytes_per_token(self.model, own, element_bytes=self.element_bytes)
+            for own in types
+        }
+
     def tensor_rows(
-        self, rows: Rows, *, own_input: bool, residual: Rows | None = None
+        self, layer: int, rows: Rows, *, own_input: bool, residual: Rows | None = None
     ) -> dict[str, int]:
-        """Return the rows of each tensor, by name, without tensors of 0 rows.
+        """Return the rows of each tensor of a layer, by name, without tensors of 0 rows.
 
         Args:
+            layer: Layer of the stage.
             rows: Rows of each class.
             own_input: Whether the layer saves x_in.
             residual: Rows of each class for tensors of the residual stream, if they differ.
         """
         found = {}
-        for index, name in self._tensors:
+        for index, name in self._tensors[self.model.layer_type(layer)]:
             of_tensor = rows if residual is None or name not in RESIDUAL else residual
             if of_tensor[index] and (own_input or name != "x_in"):
                 found[name] = of_tensor[index]
         return found
 
     @cached_property
-    def _tensors(self) -> list[tuple[int, str]]:
-        """Class and name of every tensor that a layer may save, in the order within a block."""
-        return sorted((class_of(name), name) for name in self.row_bytes)
+    def _tensors(self) -> Mapping[LayerType, list[tuple[int, str]]]:
+        """Class and name of every tensor of some class, by layer type, in the order of a block."""
+        return {
+            own: sorted((class_of(name), name) for name in sizes if name != CHOSEN)
+            for own, sizes in self.row_bytes.items()
+        }
 
     def blocks(
         self, rows: Counts, *, attention_saved: Flags, residual: Counts | None = None
@@ -139,8 +160,13 @@ class BlockLayout:
             attention_saved: Whether attention outputs are saved, [n].
             residual: Offloaded rows for tensors of the residual stream, if they differ.
         """
-        tensors = self.layer_bytes(rows, residual=residual, alignment=TENSOR_ALIGNMENT_BYTES)
-        without, with_input = aligned_bytes(tensors, BLOCK_ALIGNMENT_BYTES)[:, :, None]
+        types = [self.model.layer_type(layer) for layer in self.layers]
+        tensors = {
+            own: self.layer_bytes(own, rows, residual=residual, alignment=TENSOR_ALIGNMENT_BYTES)
+            for own in self.row_bytes
+        }
+        sizes = np.array([tensors[own] for own in types], dtype=np.int64).reshape(-1, 2, len(rows))
+        without, with_input = aligned_bytes(sizes, BLOCK_ALIGNMENT_BYTES).transpose(1, 2, 0)
         own_input = np.array(
             [
                 [self.has_own_input(layer, attention_saved=saved) for layer in self.layers]
@@ -151,11 +177,17 @@ class BlockLayout:
         return blocks
 
     def layer_bytes(
-        self, rows: Counts, *, residual: Counts | None = None, alignment: int = 1
+        self,
+        layer_type: LayerType,
+        rows: Counts,
+        *,
+        residual: Counts | None = None,
+        alignment: int = 1,
     ) -> Counts:
         """Return the bytes of a layer's tensors on one device, without and with its own input.
 
         Args:
+            layer_type: Type of the layer.
             rows: Rows of each class, of any number of subsequences, [n, 3].
             residual: Rows of each class for tensors of the residual stream, if they differ.
             alignment: Multiple to which the bytes of each tensor are rounded up.
@@ -164,20 +196,22 @@ class BlockLayout:
             [2, n].
         """
         sizes = np.zeros((2, len(rows)), dtype=np.int64)
-        for index, name in self._tensors:
+        for index, name in self._tensors[layer_type]:
             of_tensor = rows if residual is None or name not in RESIDUAL else residual
-            aligned = aligned_bytes(self.sharded_bytes(name, of_tensor[:, index]), alignment)
+            row_bytes = self.row_bytes[layer_type][name]
+            aligned = aligned_bytes(self.sharded_bytes(row_bytes, of_tensor[:, index]), alignment)
             sizes += np.stack([aligned * (name != "x_in"), aligned])
         return sizes
 
-    def sharded_bytes(self, name: str, rows: Counts) -> Counts:
+    def sharded_bytes(self, row_bytes: int, rows: Counts) -> Counts:
         """Return the bytes of some rows of a tensor on one device."""
-        return -(-rows * self.row_bytes[name] // self.shard_count)
+        return -(-rows * row_bytes // self.shard_count)
 
     @property
     def most_padding_bytes(self) -> int:
         """Upper bound of the bytes that alignment adds to a block."""
-        return len(self.row_bytes) * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
+        tensors = max(map(len, self.row_bytes.values()), default=0)
+        return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
 
     def taken_at_once(self, *, attention_saved: bool) -> int:
         """Return the largest number of layers that backward runs together, sharing an input."""
@@ -239,13 +273,17 @@ class ActivationLayout:
     def tensor_rows(self, unit: UnitKey, layer: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return (offloaded, retained) rows of each tensor of a layer.
 
-        The offloaded rows are the first rows of a tensor; the retained rows follow.
+        The offloaded rows are the first rows of a tensor; the retained rows follow. The chosen
+        experts are always retained.
         """
         placement, residual = self._placement(unit), self.shards[unit][self.rank]
         own, rows = self.saves_input(unit, layer), self.blocks.tensor_rows
+        retained = rows(layer, placement.retained, own_input=own, residual=residual.retained)
+        if self.blocks.model.layer_type(layer).routed:
+            retained[CHOSEN] = placement.tokens
         return (
-            rows(placement.offloaded, own_input=own, residual=residual.offloaded),
-            rows(placement.retained, own_input=own, residual=residual.retained),
+            rows(layer, placement.offloaded, own_input=own, residual=residual.offloaded),
+            retained,
         )
 
     def unsaved_attention_tokens(self, unit: UnitKey) -> tuple[int, ...]:
@@ -255,13 +293,21 @@ class ActivationLayout:
     def retained_bytes(self, unit: UnitKey) -> int:
         """Return the bytes of the unit that stay on the device, with every tensor aligned."""
         placement, residual = self._placement(unit), self.shards[unit][self.rank]
-        without, with_input = self.blocks.layer_bytes(
-            np.array([placement.retained]),
-            residual=np.array([residual.retained]),
-            alignment=TENSOR_ALIGNMENT_BYTES,
-        )[:, 0].tolist()
-        own = sum(self.saves_input(unit, layer) for layer in self.blocks.layers)
-        return int(own * with_input + (len(self.blocks.layers) - own) * without)
+        saves = Counter(
+            (self.blocks.model.layer_type(layer), self.saves_input(unit, layer))
+            for layer in self.blocks.layers
+        )
+        found = 0
+        for (layer_type, own_input), layers in saves.items():
+            sizes = self.blocks.layer_bytes(
+                layer_type,
+                np.array([placement.retained]),
+                residual=np.array([residual.retained]),
+                alignment=TENSOR_ALIGNMENT_BYTES,
+            )
+            chosen_bytes = self.blocks.row_bytes[layer_type].get(CHOSEN, 0) * placement.tokens
+            found += layers * (int(sizes[int(own_input), 0]) + aligned_bytes(chosen_bytes))
+        return found
 
     def extents(self) -> dict[ActivationKey, Extent]:
         """Return the extents of all blocks of the stage; those of a sequence are contiguous.

@@ -17,6 +17,7 @@ most one class of a subsequence is cut, at a multiple of 128 rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -26,13 +27,14 @@ from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
+    CHOSEN,
     CLASSES,
     LINEAR,
     X_IN,
     tensor_bytes_per_token,
     tensors_of,
 )
-from sppo.config.model import ModelConfig
+from sppo.config.model import LayerType, ModelConfig
 from sppo.schedule.costs import Table
 
 POLICIES: Mapping[str, tuple[int, ...]] = {
@@ -45,13 +47,14 @@ OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
 """Policies that use another tier, or a memory budget."""
 
 
-def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
-    """Return the names of the tensors saved for backward by a policy that offloads nothing.
+def saved_tensors(policy: str, model: ModelConfig, layer_type: LayerType) -> frozenset[str]:
+    """Return the names of the tensors that a layer saves by a policy that offloads nothing.
 
     Raises:
         ValueError: A policy that is not in :data:`POLICIES`.
     """
-    return tensors_of(classes_retained(policy), model)
+    chosen = {CHOSEN} if layer_type.routed else frozenset()
+    return tensors_of(classes_retained(policy), model, layer_type) | chosen
 
 
 def classes_retained(policy: str) -> tuple[int, ...]:
@@ -81,10 +84,15 @@ def policy_placement(policy: str) -> PlacementOf:
     return lambda lengths: tuple(map(placed, lengths))
 
 
-def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int) -> int:
-    """Return the bytes per token and layer saved by a policy without offload, excluding K/V."""
-    sizes = tensor_bytes_per_token(model, element_bytes=element_bytes)
-    return sum(sizes[name] for name in saved_tensors(policy, model))
+def saved_bytes_per_token(
+    policy: str, model: ModelConfig, *, layers: range, element_bytes: int
+) -> int:
+    """Return the bytes per token that layers save by a policy without offload, excluding K/V."""
+    found = 0
+    for layer_type, count in Counter(map(model.layer_type, layers)).items():
+        sizes = tensor_bytes_per_token(model, layer_type, element_bytes=element_bytes)
+        found += count * sum(sizes[name] for name in saved_tensors(policy, model, layer_type))
+    return found
 
 
 def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:

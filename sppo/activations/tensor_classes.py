@@ -4,63 +4,102 @@ The classes in the order of the value of a saved byte, highest first:
 
     x_in       the layer's input; nothing in the layer can recompute it
     attention  o and lse; recomputed by recomputing attention, whose cost grows with the context
-    linear     q, k, x_mid, gate, up; recomputed by matrix products, 4 sqrt(E F) FLOPs per byte
+    linear     q, k, x_mid, gate, up; with post norms attention_out in place of x_mid, and mlp_out;
+               recomputed by matrix products, 4 sqrt(E F) FLOPs per byte
 
 :mod:`sppo.model.layer` says from which tensors each is recomputed. K and V are in none of the
-classes: later subsequences read them, so they stay in the KV store.
+classes: later subsequences read them, so they stay in the KV store. The experts that tokens have
+chosen are in none either: they are always retained on the device, because a choice that is computed
+again may differ.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sppo.config.model import ModelConfig
+from sppo.config.model import LayerType, ModelConfig
 from sppo.schedule.costs import Table
 
 CLASSES = ("x_in", "attention", "linear")
 """Tensor classes in the order of the value of a saved byte, highest first."""
 X_IN, ATTENTION, LINEAR = range(3)
-RESIDUAL = ("x_in", "x_mid")
+CHOSEN = "chosen"
+"""Saved tensor of routed layers that is in no class: the numbers of the experts of each token."""
+RESIDUAL = ("x_in", "x_mid", "attention_out", "mlp_out")
 """Tensors of the residual stream. With sharded weights (Megatron), a rank saves these for its own
 tokens, and the other tensors for all tokens but only its own heads and part of the MLP width."""
 
 _LSE_BYTES = 4
+_CHOSEN_BYTES = 2
 
 
-def tensors_of(classes: tuple[int, ...], model: ModelConfig) -> frozenset[str]:
-    """Return the names of the tensors in ``classes`` that a layer of ``model`` has."""
-    names = tensor_bytes_per_token(model, element_bytes=1)
-    return frozenset(name for name in names if class_of(name) in classes)
+def tensors_of(
+    classes: tuple[int, ...], model: ModelConfig, layer_type: LayerType
+) -> frozenset[str]:
+    """Return the names of the tensors in ``classes`` that a layer of a type has."""
+    names = tensor_bytes_per_token(model, layer_type, element_bytes=1)
+    return frozenset(name for name in names if name != CHOSEN and class_of(name) in classes)
 
 
 def class_of(tensor: str) -> int:
     """Return the class of a layer's saved tensor, as an index of :data:`CLASSES`."""
+    assert tensor != CHOSEN, "no class holds the chosen experts"
     return {"x_in": X_IN, "o": ATTENTION, "lse": ATTENTION}.get(tensor, LINEAR)
 
 
-def tensor_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> dict[str, int]:
-    """Return the bytes per token and layer of every tensor that a layer of ``model`` may save."""
+def tensor_bytes_per_token(
+    model: ModelConfig, layer_type: LayerType, *, element_bytes: int
+) -> dict[str, int]:
+    """Return the bytes per token of every tensor that a layer of a type may save, by name."""
     e, nd = model.hidden_size, model.num_heads * model.head_dim
     sizes = {
         "x_in": e * element_bytes,
         "q": nd * element_bytes,
         "o": nd * element_bytes,
         "lse": model.num_heads * max(_LSE_BYTES, element_bytes),
-        "x_mid": e * element_bytes,
-        "up": model.mlp_size * element_bytes,
     }
-    if model.gated:
-        sizes["gate"] = model.mlp_size * element_bytes
+    if model.norm_placement == "pre":
+        sizes["x_mid"] = e * element_bytes
+    else:
+        sizes |= {"attention_out": e * element_bytes, "mlp_out": e * element_bytes}
     if model.qk_norm:
         sizes["k"] = model.kv_heads * model.head_dim * element_bytes
+    for name, width in mlp_widths(model, layer_type).items():
+        sizes[name] = width * element_bytes
+    if layer_type.routed:
+        sizes[CHOSEN] = chosen_bytes_per_token(model, layer_type)
     return sizes
 
 
-def class_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> Table:
-    """Return the bytes per token and layer of each class, [3] in the order of :data:`CLASSES`."""
-    sizes = tensor_bytes_per_token(model, element_bytes=element_bytes)
-    attention = sizes["o"] + sizes["lse"]
-    return np.array(
-        [sizes["x_in"], attention, sum(sizes.values()) - sizes["x_in"] - attention],
-        dtype=np.float64,
-    )
+def mlp_widths(model: ModelConfig, layer_type: LayerType) -> dict[str, int]:
+    """Return the widths of the inputs of activation functions in a layer's MLP, by name.
+
+    Experts have those of all experts of a token beside each other, and those of the shared MLP.
+    """
+    names = ("gate", "up") if model.gated else ("up",)
+    if not layer_type.routed or model.experts is None:
+        return dict.fromkeys(names, model.mlp_size)
+    experts = model.experts
+    widths = dict.fromkeys(names, experts.per_token * experts.mlp_size)
+    if experts.shared_mlp_size:
+        widths |= {f"shared_{name}": experts.shared_mlp_size for name in names}
+    return widths
+
+
+def chosen_bytes_per_token(model: ModelConfig, layer_type: LayerType) -> int:
+    """Return the bytes per token of the numbers of its experts; 0 in layers that are not routed."""
+    if not layer_type.routed or model.experts is None:
+        return 0
+    return _CHOSEN_BYTES * model.experts.per_token
+
+
+def class_bytes_per_token(
+    model: ModelConfig, layer_type: LayerType, *, element_bytes: int
+) -> Table:
+    """Return the bytes per token of each class in a layer of a type, [3] as :data:`CLASSES`."""
+    sizes = tensor_bytes_per_token(model, layer_type, element_bytes=element_bytes)
+    found = np.zeros(len(CLASSES))
+    for name, size in sizes.items():
+        if name != CHOSEN:
+            found[class_of(name)] += size
+    return found

@@ -185,7 +185,9 @@ def _lane(device: str) -> Lane:
 def saved_bytes_per_token(layer: MeasuredLayer) -> int:
     """Return the bytes that one layer saves per token: input, attention and linear classes."""
     element_bytes = DTYPES[layer.dtype].itemsize
-    return int(class_bytes_per_token(layer.model, element_bytes=element_bytes).sum())
+    model = layer.model
+    first = model.layer_type(0)
+    return int(class_bytes_per_token(model, first, element_bytes=element_bytes).sum())
 
 
 def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:

@@ -69,7 +69,7 @@ def from_hf(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SRC", help="Hugging Face directory: Llama, Qwen2, Qwen3, Mistral or GPT-2."
+            metavar="SRC", help="Hugging Face directory of a model of one of the known families."
         ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="New directory.")],

@@ -80,7 +80,8 @@ class AdapterConfig(Section):
         Annotated[tuple[Target, ...], Field(min_length=1)] | None, BeforeValidator(_short_names)
     ] = None
     """Projections that get adapters, by SPPO's names or by those of Hugging Face such as
-    ``q_proj``; null, or all-linear, means all projections of a layer."""
+    ``q_proj``; null, or all-linear, means all projections of a layer. In layers with experts, gate,
+    up and down are those of the shared MLP; experts have no adapters."""
     layers: LayerNumbers = None
     """Layers that get adapters, such as 16-31; null means all."""
     also_train: Annotated[tuple[WholeKind, ...], BeforeValidator(comma_list)] = ()

@@ -272,6 +272,8 @@ def _overlay(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         same_type = ours.get("type", theirs["type"]) == theirs["type"]
         fields["rope_scaling"] = {**theirs, **ours} if same_type else ours
+    if isinstance(given.get("experts"), dict):
+        fields["experts"] = {**(base.get("experts") or {}), **given["experts"]}
     return fields
 
 

@@ -331,28 +331,35 @@ def _decay_suits_schedule(run: RunConfig) -> Broken:
         )
 
 
-_UNBUILT = {
-    "experts": None,
-    "norm_placement": "pre",
-    "norm_offset": False,
-    "attention_scale": None,
-    "attention_sinks": False,
-    "embedding_scale": 1.0,
-    "residual_scale": 1.0,
-    "logits_scale": 1.0,
-    "rotary_fraction": 1.0,
-    "rotary_layers": None,
-    "sliding_rope_theta": None,
-}
-
-
 def _model_is_built(run: RunConfig) -> Broken:
     """A model has no property that layers do not compute yet."""
-    for key, only in _UNBUILT.items():
-        if getattr(run.model, key) != only:
-            yield f"model.{key}", "not computed yet; leave it out"
-    if run.model.qk_norm == "all" or run.model.mlp in ("swiglu_clamped", "geglu_tanh", "relu2"):
-        yield "model", "qk_norm all, and this mlp, are not computed yet"
+    if run.model.experts is not None:
+        yield "model.experts", "not computed yet; leave it out"
+
+
+def _experts_are_whole(run: RunConfig) -> Broken:
+    """Sharded weights (Megatron) have no experts: every device has all experts of its layers."""
+    if run.model.experts is not None and run.parallel.sequence_parallel == "megatron":
+        yield (
+            "parallel.sequence_parallel",
+            "shards the weights of layers, but not those of model.experts; write ulysses, which "
+            "shards tokens",
+        )
+
+
+def _routing_suits_model(run: RunConfig) -> Broken:
+    """Keys of ``routing`` need experts, and ``routing.bias_update`` a bias to update."""
+    experts = run.model.experts
+    if experts is None:
+        for key, value in run.routing:
+            if value:
+                yield f"routing.{key}", "belongs to model.experts, which this model has none of"
+    elif run.routing.bias_update and not experts.choice_bias:
+        yield (
+            "routing.bias_update",
+            "updates the biases by which experts are chosen; write model.experts.choice_bias=true, "
+            "or balance the load by routing.balance_loss",
+        )
 
 
 def _adapter_suits_model(run: RunConfig) -> Broken:
@@ -365,6 +372,13 @@ def _adapter_suits_model(run: RunConfig) -> Broken:
         yield "adapter.layers", f"beyond the last layer of the model, {last}; leave those out"
     if targets is not None and "gate" in targets and not run.model.gated:
         rule = f"model.mlp={run.model.mlp} has no gate projection; write targets without gate"
+        yield "adapter.targets", rule
+    experts, of_mlp = run.model.experts, {"gate", "up", "down"}.intersection(targets or ())
+    if of_mlp and experts and not experts.shared_mlp_size and not experts.dense_layers:
+        rule = (
+            "gate, up and down are those of an MLP that all tokens pass through, and model.experts "
+            "has none; experts have no adapters, write targets of q, k, v, o"
+        )
         yield "adapter.targets", rule
 
 
@@ -381,7 +395,7 @@ def _trained_are_named_once(run: RunConfig) -> Broken:
 def _family_computes_it(run: RunConfig) -> Broken:
     """The family that ``model.family`` names computes exactly this model, so it can be exported."""
     family = run.model.family
-    reasons = () if family is None else tuple(FAMILIES[family].misfits(run.model))
+    reasons = () if family is None else FAMILIES[family].misfits(run.model)
     if reasons:
         rule = f"does not compute this model: {'; '.join(reasons)}; use another family, or null"
         yield "model.family", rule
@@ -431,6 +445,8 @@ def _validation_has_sets(run: RunConfig) -> Broken:
 RULES = (
     _data_is_named_once,
     _model_is_built,
+    _experts_are_whole,
+    _routing_suits_model,
     _adapter_suits_model,
     _trained_are_named_once,
     _family_computes_it,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -176,6 +176,14 @@ class Candidate:
     def kinds_of_layers(self) -> tuple[Counter[LayerKind], ...]:
         """Number of layers of each kind in each stage."""
         return count_kinds(self.workload.model, self.workload.trainable, self.stages)
+
+    def sums_over_layers(self, of_layer: Callable[[LayerKind], Table | float]) -> Table:
+        """Return the sums over the layers of each stage of a figure of a layer, [stages, ...]."""
+        sums = [
+            sum(count * of_layer(kind) for kind, count in kinds.items())
+            for kinds in self.kinds_of_layers
+        ]
+        return np.array(sums, dtype=np.float64)
 
     @property
     def backward_layers(self) -> Table:

@@ -1,12 +1,12 @@
 """Definition of model FLOPs and executed FLOPs, and of MFU and HFU.
 
 Model FLOPs are causal and without recomputation. Forward: 2 FLOPs per weight and token for every
-matrix product, including the vocabulary projection but not the embedding look-up, plus
-``4 * N * D`` per visible (query, key) pair and layer: 2 for q.k, 2 for p.v; a causal sequence of S
-tokens has S(S+1)/2 pairs. Backward counts twice the forward: products for the gradients of inputs,
-and for those of weights. A frozen weight has no gradient, so it counts 4 FLOPs per token in all
-instead of 6; a layer without backward counts its forward alone. Tokens whose label does not count
-have no FLOPs of the vocabulary projection, which does not compute them.
+matrix product (of experts, those of the token), including the vocabulary projection but not the
+embedding look-up, plus ``4 * N * D`` per visible (query, key) pair and layer: 2 for q.k, 2 for p.v;
+a causal sequence of S tokens has S(S+1)/2 pairs. Backward counts twice the forward: products for
+the gradients of inputs, and for those of weights. A frozen weight has no gradient, so it counts 4
+FLOPs per token in all instead of 6; a layer without backward counts its forward alone. Tokens whose
+label does not count have no FLOPs of the vocabulary projection, which does not compute them.
 ``mfu`` = model FLOPs / (time * peak). ``hfu`` uses executed FLOPs, which include recomputation and
 the flash backward at 2.5 times the attention forward instead of 2.
 """
@@ -20,19 +20,22 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.config.model import ModelConfig
-from sppo.cost.layer_kinds import LayerKind, elements, kinds_of_model
+from sppo.cost.layer_kinds import LayerKind, kinds_of_model
 from sppo.cost.trainable import EVERYTHING, Trainable, trains_head
 
 BACKWARD_RATIO = 2
 FLASH_BACKWARD_RATIO = 2.5
 _PASSES = 1 + BACKWARD_RATIO
+DOWN = ("down", "expert_down", "shared_down")
+"""Projections of the outputs of MLPs."""
 _Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
 
 
 def layer_flops(kind: LayerKind) -> tuple[int, int]:
     """Return the forward and the backward FLOPs per token of the products of a layer."""
-    forward = 2 * elements(kind.matrices)
-    return forward, (forward + 2 * elements(kind.trained_matrices)) * kind.has_backward
+    forward = 2 * kind.weights_per_token(kind.matrices)
+    of_weights = 2 * kind.weights_per_token(kind.trained_matrices)
+    return forward, (forward + of_weights) * kind.has_backward
 
 
 def head_flops(model: ModelConfig, trainable: Trainable = EVERYTHING) -> tuple[int, int]:
@@ -131,11 +134,26 @@ def partition_costs(
 
 
 def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the projections that recompute the linear class in backward."""
-    gate, k = ("gate",) if model.gated else (), ("k",) if model.qk_norm else ()
-    return ("q", "o", "up", *gate, *k)
+    """Return the names of the projections that recompute the linear class in backward.
+
+    With post norms, the class has the output of the MLP.
+    """
+    inputs = ("gate", "up", "expert_gate", "expert_up", "shared_gate", "shared_up")
+    outputs = () if model.norm_placement == "pre" else DOWN
+    k = ("k",) if model.qk_norm else ()
+    return ("q", "o", *inputs, *outputs, *k)
 
 
 def recomputed_linear_flops(model: ModelConfig, kind: LayerKind) -> int:
     """Return the FLOPs per token and layer of the products of :func:`recomputed_linear_names`."""
-    return 2 * elements(kind.projections(*recomputed_linear_names(model)))
+    return 2 * kind.weights_per_token(kind.projections(*recomputed_linear_names(model)))
+
+
+def recomputed_output_flops(model: ModelConfig, kind: LayerKind) -> int:
+    """Return the FLOPs per token of a layer's output from its input and recomputed linear class.
+
+    With post norms, the class has the output before its norm.
+    """
+    if model.norm_placement != "pre":
+        return 0
+    return 2 * kind.weights_per_token(kind.projections(*DOWN))

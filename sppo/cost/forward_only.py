@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def forward_costs(candidate: Candidate) -> Costs:
     candidate = _layout(candidate)
     workload, costs = candidate.workload, costs_without_activations(candidate)
     tokens = np.array(candidate.lengths * candidate.sequences, dtype=np.float64)
-    less = candidate.backward_layers[:, None] * saving_seconds(workload, tokens=tokens)
+    less = candidate.sums_over_layers(partial(saving_seconds, workload, tokens=tokens))
     whole, alone = (
         summed(head_parts(workload, tokens=tokens, with_gradients=is_whole))
         for is_whole in (True, False)

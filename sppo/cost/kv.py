@@ -20,6 +20,7 @@ from sppo.activations.activation_layout import (
     aligned_bytes,
 )
 from sppo.activations.placement import Counts
+from sppo.config.model import LayerType
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
 from sppo.cost.layer_kinds import LayerKind, Shapes
@@ -166,10 +167,11 @@ def _recompute_seconds(
     if not recomputes.any():
         return seconds
     layers = [_kv_projections(kinds) for kinds in kinds_of_layers]
-    for matrices in set().union(*layers):
-        counts = np.array([own[matrices] for own in layers]) * recomputes
+    for own in set().union(*layers):
+        counts = np.array([of_stage[own] for of_stage in layers]) * recomputes
+        layer_type, matrices = own
         seconds += counts[:, None] * kv_seconds(
-            candidate.workload, tokens=tokens, matrices=matrices
+            candidate.workload, layer_type, tokens=tokens, matrices=matrices
         )
     return seconds
 
@@ -196,11 +198,11 @@ def kv_tier_bytes(candidate: Candidate) -> Counts:
     return whole
 
 
-def _kv_projections(kinds: Counter[LayerKind]) -> Counter[Shapes]:
-    """Return the number of layers with a backward by their projections to K and V."""
-    found: Counter[Shapes] = Counter()
+def _kv_projections(kinds: Counter[LayerKind]) -> Counter[tuple[LayerType, Shapes]]:
+    """Return the number of layers with a backward by type, and projections to K and V."""
+    found: Counter[tuple[LayerType, Shapes]] = Counter()
     for kind, count in kinds.items():
-        found[kind.projections("k", "v")] += count * kind.has_backward
+        found[kind.type, kind.projections("k", "v")] += count * kind.has_backward
     return found
 
 

@@ -5,11 +5,13 @@ Matrix products and attention take FLOPs over the rate that the device reaches a
 (:mod:`sppo.cost.elementwise`). A flash backward executes 2.5 times the FLOPs of its forward, the
 backward of a matrix product twice those of its forward, half of them for the weight gradient, which
 frozen weights do not have. Products with the factors of adapters are so thin that they take at
-least the time in which memory transfers their wide operands. Each device of a sequence-parallel
+least the time in which memory transfers their wide operands; products of experts have few rows
+each, so they take at least the time in which memory transfers the weights of all experts. Each
+device of a sequence-parallel
 group does a g-th of all work, and the group exchanges tokens.
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
-width, g sequence-parallel degree. Tables are [subsequences].
+width, X experts, k experts of a token, g sequence-parallel degree. Tables are [subsequences].
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from typing import Any, Literal
 import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
-from sppo.config.model import ModelConfig
-from sppo.cost.elementwise import Work, bytes_per_element, layer_work, saving_work
+from sppo.config.model import LayerType, ModelConfig
+from sppo.cost.elementwise import bytes_per_element, layer_work, saving_work
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
-from sppo.cost.layer_kinds import LayerKind, Shapes, elements
+from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
+from sppo.cost.mlp_work import Work
 from sppo.cost.packed_sequence import SampleParts
+from sppo.cost.parameters import Shape
 from sppo.cost.tiles import tile_tokens
 from sppo.cost.trainable import (
     EVERYTHING,
@@ -40,7 +44,7 @@ from sppo.cost.trainable import (
     trains_head,
 )
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.rates import Floats, Product
+from sppo.hardware.rates import BLOCK_TOKENS, Floats, Product
 from sppo.schedule.costs import Table
 
 Mechanism = Literal["ulysses", "megatron"]
@@ -192,10 +196,10 @@ def layer_parts(
     attention, attention_backward = map(
         parts.by_subsequence, _attention_seconds(workload, parts, window=kind.window)
     )
-    works = layer_work(model, element_bytes=workload.element_bytes, trained=kind.trained)
+    works = layer_work(model, kind.type, element_bytes=workload.element_bytes, trained=kind.trained)
     elementwise = {name: _work_seconds(workload, work, tokens=here) for name, work in works.items()}
     saving = {
-        index: _saving_seconds(workload, index, tokens=here) * kind.has_backward
+        index: _saving_seconds(workload, kind.type, index, tokens=here) * kind.has_backward
         for index in _CLASSES
     }
     exchange = exchange_seconds(workload, tokens=tokens)
@@ -244,11 +248,14 @@ def layer_parts(
     }
 
 
-def kv_seconds(workload: Workload, *, tokens: Floats, matrices: Shapes) -> Table:
+def kv_seconds(
+    workload: Workload, layer_type: LayerType, *, tokens: Floats, matrices: Shapes
+) -> Table:
     """Return the seconds of recomputing K and V of one layer from its input, [subsequences].
 
     Args:
         workload: Model, machine, precision, sequence parallelism.
+        layer_type: Type of the layer.
         tokens: Tokens of each subsequence.
         matrices: Weights and factors of the projections to K and V.
     """
@@ -258,7 +265,7 @@ def kv_seconds(workload: Workload, *, tokens: Floats, matrices: Shapes) -> Table
     share = model.kv_heads / (model.num_heads + model.kv_heads)
     if workload.sequence_parallel == "megatron":
         share = _EXCHANGES["megatron"]["linear_recompute"]
-    work = layer_work(model, element_bytes=workload.element_bytes, trained=())["kv"]
+    work = layer_work(model, layer_type, element_bytes=workload.element_bytes, trained=())["kv"]
     seconds: Table = (
         _products(workload, matrices, tokens=here, product="forward")
         + _work_seconds(workload, work, tokens=here)
@@ -388,6 +395,10 @@ def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: 
     )
     seconds = np.zeros_like(tokens)
     for (factor, copies, shape), count in priced.items():
+        if is_stacked(shape):
+            own = _expert_products(workload, shape, tokens=tokens, product=product)
+            seconds += count * own
+            continue
         rows = tokens * copies
         rate = device.gemm_flops_per_s(dtype, tokens=rows, width=sqrt(prod(shape)), product=product)
         own = count * 2 * prod(shape) * rows / rate
@@ -399,14 +410,48 @@ def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: 
     return seconds
 
 
+def _expert_products(
+    workload: Workload, stacked: Shape, *, tokens: Floats, product: Product
+) -> Floats:
+    """Return the seconds of the products of all experts of a layer, [subsequences].
+
+    Each expert is priced with the same number of rows, C k / X. One kernel multiplies the rows of
+    all experts, so these fill a GPU together, but the last tile of each expert is half empty on
+    average. Where experts are multiplied one after another, each is a product of its own.
+
+    Args:
+        workload: Model, machine, precision.
+        stacked: Shape of the stacked weights, [X, outputs, inputs].
+        tokens: Tokens of each subsequence on one device.
+        product: Products to price.
+    """
+    device, experts = workload.hardware.device, workload.model.experts
+    assert experts is not None, "a layer has stacked weights"
+    rows, width = tokens * experts.per_token / experts.count, sqrt(prod(stacked[1:]))
+    together = rows * experts.count if _multiplies_experts_at_once(workload) else rows
+    rate = device.gemm_flops_per_s(workload.dtype, tokens=together, width=width, product=product)
+    if _multiplies_experts_at_once(workload):
+        rate = rate * rows / (rows + BLOCK_TOKENS / 2)
+    seconds: Floats = 2 * prod(stacked) * rows / rate
+    read = 0 if product == "weight" else prod(stacked) * workload.element_bytes
+    return np.maximum(seconds, read / device.memory_bytes_per_s)
+
+
+def _multiplies_experts_at_once(workload: Workload) -> bool:
+    """Return whether one kernel multiplies all experts, as in :mod:`sppo.kernels.grouped`."""
+    return workload.hardware.device.kind == "cuda" and workload.dtype == "bf16"
+
+
 def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:
     """Return the seconds per subsequence of adding weight gradients to their fp32 sums.
 
-    Zero if products were measured: the measured time of a weight gradient includes the addition.
+    If products were measured, only those of experts that are multiplied at once count: the measured
+    time of a weight gradient includes the addition.
     """
     device = workload.hardware.device
     if device.measured_gemm(workload.dtype):
-        return 0.0
+        at_once = _multiplies_experts_at_once(workload)
+        matrices = tuple(own for own in matrices if at_once and is_stacked(own[1]))
     return elements(matrices) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
 
 
@@ -421,15 +466,17 @@ def _work_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -
     return seconds
 
 
-def saving_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Return the seconds in which a layer's forward saves tensors, [subsequences]."""
+def saving_seconds(workload: Workload, kind: LayerKind, *, tokens: Floats) -> Table:
+    """Return the seconds in which the forward of a layer saves tensors, [subsequences]."""
     here = tokens / workload.sequence_parallel_degree
-    saving = [_saving_seconds(workload, index, tokens=here) for index in _CLASSES]
+    saving = [_saving_seconds(workload, kind.type, index, tokens=here) for index in _CLASSES]
     seconds: Table = np.sum(saving, axis=0) * workload.correction.forward
-    return seconds
+    return seconds * kind.has_backward
 
 
-def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
+def _saving_seconds(
+    workload: Workload, layer_type: LayerType, index: int, *, tokens: Floats
+) -> Table:
     """Return the seconds of copying one class of saved tensors onto the stack of a CPU run.
 
     A GPU keeps saved tensors in place. Recomputed tensors are not copied, so recomputation saves
@@ -437,5 +484,6 @@ def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
     """
     if workload.hardware.device.kind != "cpu":
         return np.zeros_like(tokens)
-    names = sorted(tensors_of((index,), workload.model))
-    return _work_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)
+    model = workload.model
+    names = sorted(tensors_of((index,), model, layer_type))
+    return _work_seconds(workload, saving_work(model, layer_type, names=names), tokens=tokens)

@@ -30,6 +30,8 @@ class LayerKind(NamedTuple):
     """Names of the parameters that train."""
     has_backward: bool
     """Whether anything trains in the layer or below it."""
+    experts_per_token: int = 0
+    """k: number of experts that each token passes through; 0 without experts."""
 
     @property
     def window(self) -> int | None:
@@ -38,8 +40,12 @@ class LayerKind(NamedTuple):
 
     @property
     def matrices(self) -> Shapes:
-        """Weights and factors by which tokens are multiplied."""
-        return tuple((name, shape) for name, shape in self.shapes if len(shape) == 2)
+        """Weights and factors by which tokens are multiplied; those of experts are stacked."""
+        return tuple(
+            (name, shape)
+            for name, shape in self.shapes
+            if len(shape) > 1 and not name.endswith(".bias")
+        )
 
     @property
     def recomputed_factors(self) -> Shapes:
@@ -62,6 +68,16 @@ class LayerKind(NamedTuple):
             own for name in names for own in self.matrices if own[0].startswith(f"{name}.")
         )
 
+    def weights_per_token(self, matrices: Shapes) -> int:
+        """Return the number of weights by which each token is multiplied.
+
+        Of the experts of a layer, a token is multiplied by those that it has chosen.
+        """
+        return sum(
+            prod(shape[-2:]) * (self.experts_per_token if is_stacked(shape) else 1)
+            for _, shape in matrices
+        )
+
 
 @lru_cache(maxsize=256)
 def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ...]:
@@ -70,7 +86,8 @@ def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ..
     for layer in range(model.num_layers):
         shapes = trainable.layer_shapes(model, layer)
         trained, kind = trainable.trained_names(model, layer), model.layer_type(layer)
-        found.append(LayerKind(kind, (*shapes.items(),), trained, layer >= first))
+        per_token = model.experts.per_token if model.experts and kind.routed else 0
+        found.append(LayerKind(kind, (*shapes.items(),), trained, layer >= first, per_token))
     return tuple(found)
 
 
@@ -86,6 +103,11 @@ def count_kinds(
 def kinds_of_model(model: ModelConfig, trainable: Trainable) -> Counter[LayerKind]:
     """Return the number of layers of each kind in the whole model."""
     return count_kinds(model, trainable, (range(model.num_layers),))[0]
+
+
+def is_stacked(shape: Shape) -> bool:
+    """Return whether a shape is that of the stacked weights of all experts of a layer."""
+    return len(shape) == 3
 
 
 def elements(shapes: Shapes) -> int:

@@ -19,15 +19,18 @@ Shape = tuple[int, ...]
 
 KEYS = ("k", "v")
 """Projections that Megatron shards by key/value heads, of which there may be fewer than devices."""
-ROWS = ("q", *KEYS, "gate", "up")
+ROWS = ("q", *KEYS, "sinks", "gate", "up")
 COLUMNS = ("o", "down")
 """Projections that Megatron shards by columns; one device holds the bias, which is added to the
-group's sum. `ROWS` are sharded by rows, including their biases."""
+group's sum. `ROWS` are sharded by rows, including their biases, and sinks by heads."""
 
 _PLACEMENTS = ("pre", "post")
 _KINDS = {
     **dict.fromkeys(("embed", "positions"), "embed"),
     **dict.fromkeys(("gate", "up", "down"), "mlp"),
+    **dict.fromkeys(("shared_gate", "shared_up", "shared_down", "shared_switch"), "mlp"),
+    **dict.fromkeys(("expert_gate", "expert_up", "expert_down"), "experts"),
+    "router": "router",
     "head": "head",
 }
 
@@ -115,18 +118,48 @@ def _of_layer(model: ModelConfig, index: int) -> dict[str, Shape]:
     return {f"layers.{index}.{name}": shape for name, shape in layer_shapes(model, index).items()}
 
 
+def choice_bias(layer: int) -> str:
+    """Return the global name of the buffer with the biases by which a layer's experts are chosen.
+
+    It is no parameter: it has no gradient, is in fp32 in every run, and all ranks hold it.
+    """
+    return f"layers.{layer}.router.choice_bias"
+
+
+def choice_bias_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the biases by which experts are chosen, by global name."""
+    if model.experts is None or not model.experts.choice_bias:
+        return {}
+    routed = (layer for layer in range(model.num_layers) if model.layer_type(layer).routed)
+    return {choice_bias(layer): (model.experts.count,) for layer in routed}
+
+
 def num_parameters(model: ModelConfig) -> int:
     """Return the number of scalars of the whole model."""
     return sum(prod(shape) for shape in parameter_shapes(model).values())
 
 
+def active_parameters(model: ModelConfig) -> int:
+    """Return the number of scalars that each token passes through: of experts, those it chooses."""
+    found = 0
+    for name, shape in parameter_shapes(model).items():
+        size = prod(shape)
+        if model.experts is not None and parameter_kind(name) == "experts":
+            size = size // model.experts.count * model.experts.per_token
+        found += size
+    return found
+
+
 def is_decayed(name: str) -> bool:
-    """Return whether weight decay applies: to matrices and embeddings, not to biases and norms."""
-    return not name.endswith(("bias", "norm.weight"))
+    """Return whether weight decay applies: to matrices and embeddings.
+
+    It does not apply to biases, those of experts included, to norms, and to sinks.
+    """
+    return not name.endswith(("bias", "norm.weight", "sinks.weight"))
 
 
 def parameter_kind(name: str) -> str:
-    """Return the kind of a parameter: embed, attention, mlp, norm or head."""
+    """Return the kind of a parameter: embed, attention, mlp, router, experts, norm or head."""
     module = name.split(".")[-2]
     return _KINDS.get(module, "norm" if module.endswith("norm") else "attention")
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import permutations
 from math import inf
-from operator import attrgetter
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -26,8 +25,8 @@ from sppo.activations.tensor_classes import (
     ATTENTION,
     LINEAR,
     X_IN,
+    chosen_bytes_per_token,
     class_bytes_per_token,
-    tensor_bytes_per_token,
 )
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.flops import (
@@ -37,6 +36,7 @@ from sppo.cost.flops import (
     pair_flops,
     partition_costs,
     recomputed_linear_flops,
+    recomputed_output_flops,
 )
 from sppo.cost.kv import kv_of_units, kv_offload_bytes, kv_recompute_seconds, windowed_kv_seconds
 from sppo.cost.layer import (
@@ -50,7 +50,7 @@ from sppo.cost.layer import (
     summed,
     update_seconds,
 )
-from sppo.cost.layer_kinds import LayerKind, elements, kinds_of_model, layer_kinds
+from sppo.cost.layer_kinds import LayerKind, elements, is_stacked, kinds_of_model
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
 from sppo.cost.sharding.collectives import (
     REDUCE_BUCKET_BYTES,
@@ -80,7 +80,9 @@ Each range takes a stream of each of torch's two pools of 32, which leaves 8 str
 other uses (:mod:`sppo.parallel.mesh_shape`)."""
 _SHARED_INPUTS = {
     **dict.fromkeys("qkv", "norm of x_in"),
-    **dict.fromkeys(("gate", "up"), "norm of x_mid"),
+    **dict.fromkeys(("gate", "up", "shared_gate", "shared_up"), "norm of x_mid"),
+    **dict.fromkeys(("router", "shared_switch"), "norm of x_mid"),
+    **dict.fromkeys(("expert_gate", "expert_up"), "rows of experts"),
 }
 """Inputs of several projections, by projection."""
 
@@ -137,12 +139,9 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
     gradients of all outputs, and the inputs, once for products that share an input.
     """
     workload = candidate.workload
-    widths = [
-        sum(count * _operand_elements(kind) for kind, count in kinds.items())
-        for kinds in candidate.kinds_of_layers
-    ]
+    widths = candidate.sums_over_layers(_operand_elements)
     tokens = np.array(candidate.lengths) / workload.sequence_parallel_degree
-    result: Table = np.array(widths)[:, None] * tokens * workload.element_bytes
+    result: Table = widths[:, None] * tokens * workload.element_bytes
     return result
 
 
@@ -150,10 +149,13 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
 def _operand_elements(kind: LayerKind) -> int:
     """Return the elements per token of the operands of a layer's weight-gradient products.
 
-    Between the factors of an adapter, a token is as wide as the rank.
+    Between the factors of an adapter, a token is as wide as the rank. A token has a row for each of
+    its experts.
     """
     operands: dict[str, int] = {}
-    for name, (outputs, inputs) in kind.trained_matrices:
+    for name, shape in kind.trained_matrices:
+        rows = kind.experts_per_token if is_stacked(shape) else 1
+        outputs, inputs = (rows * size for size in shape[-2:])
         projection, part = name.split(".")
         of_output, of_input = f"d_{projection}", _SHARED_INPUTS.get(projection, projection)
         if part == LORA_A:
@@ -253,14 +255,11 @@ def costs_without_activations(candidate: Candidate) -> Costs:
     tier, waits = candidate.state.tier, candidate.zero >= 2 and candidate.state.streams_gradients
     # Only layers are lent (MSP), and each device of a sequence-parallel group sends its part.
     lent, lent_trained = (
-        np.array(
-            [
-                sum(count * elements(of_kind(kind)) for kind, count in kinds.items())
-                for kinds in candidate.kinds_of_layers
-            ]
+        candidate.sums_over_layers(of_kind) / workload.sequence_parallel_degree
+        for of_kind in (
+            lambda kind: elements(kind.shapes),
+            lambda kind: elements(kind.trained_shapes),
         )
-        / workload.sequence_parallel_degree
-        for of_kind in (attrgetter("shapes"), attrgetter("trained_shapes"))
     )
     slope_linear, slope_quadratic = partition_costs(
         workload.model, workload.trainable, label_share=workload.label_share
@@ -309,12 +308,15 @@ def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> 
     workload, seconds = candidate.workload, stage_seconds(candidate)
     layers = np.maximum(1, candidate.backward_layers)
     unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
-    last = layer_kinds(workload.model, workload.trainable)[-1]
-    down = 2 * elements(last.projections("down")) / recomputed_linear_flops(workload.model, last)
+    output, again = (
+        candidate.sums_over_layers(partial(flops, workload.model))
+        for flops in (recomputed_output_flops, recomputed_linear_flops)
+    )
+    output_share = unsaved * (output / again)
     share = placement.recomputed / np.array(candidate.lengths)[None, :, None]
     linear, attention = (
         _of_units(table, candidate.sequences)
-        for table in (share[:, :, LINEAR] + unsaved[:, None] * down, share[:, :, ATTENTION])
+        for table in (share[:, :, LINEAR] + output_share[:, None], share[:, :, ATTENTION])
     )
     result: Table = seconds.linear_recompute * linear + seconds.attention_recompute * attention
     return result
@@ -327,8 +329,7 @@ def _layer_copies(candidate: Candidate, stage: int) -> LayerCopies:
     """
     workload = candidate.workload
     layers = candidate.layers_with_backward(stage) or candidate.stages[stage]
-    row_bytes = tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    layout = BlockLayout(row_bytes, layers=layers)
+    layout = BlockLayout(workload.model, layers=layers, element_bytes=workload.element_bytes)
     leaving = layout.staging_slots if candidate.tier == "disk" else MAX_BLOCKS_IN_FLIGHT_OUT
     return LayerCopies(len(layers), leaving, PREFETCH_LAYERS)
 
@@ -339,10 +340,16 @@ def row_bytes_of(candidate: Candidate) -> Table:
     Bytes are those of one device of the sequence-parallel group. Layers without backward save none.
     """
     workload = candidate.workload
-    layers = candidate.backward_layers
-    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    result: Table = layers[:, None] * classes
-    result[:, X_IN] = np.ceil(layers / candidate.input_every) * classes[X_IN]
+
+    def class_bytes(kind: LayerKind) -> Table:
+        sizes = class_bytes_per_token(
+            workload.model, kind.type, element_bytes=workload.element_bytes
+        )
+        return sizes * kind.has_backward
+
+    result = candidate.sums_over_layers(class_bytes)
+    inputs = np.ceil(candidate.backward_layers / candidate.input_every)
+    result[:, X_IN] = inputs * workload.model.hidden_size * workload.element_bytes
     return result / workload.sequence_parallel_degree
 
 
@@ -350,9 +357,18 @@ def shared_input_bytes_of(candidate: Candidate) -> Table:
     """Return the bytes of a row's layer inputs that `input_every` leaves unsaved, [stages]."""
     workload = candidate.workload
     layers = candidate.backward_layers
-    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     sharing: Table = layers - np.ceil(layers / candidate.input_every)
-    return sharing * float(classes[X_IN]) / workload.sequence_parallel_degree
+    input_bytes = workload.model.hidden_size * workload.element_bytes
+    return sharing * float(input_bytes) / workload.sequence_parallel_degree
+
+
+def chosen_bytes_of(candidate: Candidate) -> Table:
+    """Return the bytes of a token's chosen experts in all layers of a stage, [stages]."""
+    workload = candidate.workload
+    found = candidate.sums_over_layers(
+        lambda kind: chosen_bytes_per_token(workload.model, kind.type) * kind.has_backward
+    )
+    return found / workload.sequence_parallel_degree
 
 
 def placed_bytes(
@@ -363,6 +379,8 @@ def placed_bytes(
 ) -> Table:
     """Return the bytes of retained or offloaded rows of each subsequence in all layers of a stage.
 
+    The chosen experts of all tokens are retained beside the rows of the placement.
+
     Args:
         placement: Placement of the candidate's activations.
         name: Which rows.
@@ -372,12 +390,15 @@ def placed_bytes(
         Bytes on one device, [stages, subsequences].
     """
     rows: Counts = getattr(placement, name)
-    return saved_bytes(
+    found = saved_bytes(
         rows,
         recomputed=placement.recomputed,
         row_bytes=row_bytes_of(candidate),
         shared_input_bytes=shared_input_bytes_of(candidate),
     )
+    if name == "retained":
+        found += chosen_bytes_of(candidate)[:, None] * placement.tokens
+    return found
 
 
 def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:

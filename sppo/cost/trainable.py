@@ -22,6 +22,7 @@ from sppo.cost.parameter_groups import matches_none
 from sppo.cost.parameters import (
     COLUMNS,
     Shape,
+    active_parameters,
     layer_shapes,
     outer_parts,
     parameter_shapes,
@@ -41,7 +42,8 @@ class Adapter:
         rank: Rows of A and columns of B.
         scale: Factor s of the product of both.
         targets: Projections that get adapters, of :data:`sppo.config.adapter.TARGETS`; those that a
-            model does not have are ignored.
+            model does not have are ignored. Those of an MLP are also those of an MLP that is shared
+            beside experts.
         layers: Layers that get adapters; None for all.
     """
 
@@ -54,11 +56,9 @@ class Adapter:
         """Return the shapes of the factors of a layer, by name without ``layers.i.``."""
         if self.layers is not None and layer not in self.layers:
             return {}
-        base = layer_shapes(model, layer)
         found: dict[str, Shape] = {}
-        for target in self.targets:
-            if f"{target}.weight" in base:
-                outputs, inputs = base[f"{target}.weight"]
+        for target, (outputs, inputs) in adaptable(layer_shapes(model, layer)).items():
+            if target.removeprefix("shared_") in self.targets:
                 found[f"{target}.{LORA_A}"] = (self.rank, inputs)
                 found[f"{target}.{LORA_B}"] = (outputs, self.rank)
         return found
@@ -130,6 +130,12 @@ class Trainable:
 
 EVERYTHING = Trainable()
 """All parameters of the model train, without adapters."""
+
+
+def adaptable(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of the weights of a layer that may have adapters, by projection."""
+    names = (f"{prefix}{target}" for prefix in ("", "shared_") for target in TARGETS)
+    return {name: shapes[f"{name}.weight"] for name in names if f"{name}.weight" in shapes}
 
 
 def is_factor(name: str) -> bool:
@@ -226,8 +232,12 @@ def trainable_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     if run.adapter is None:
         return
     first, last = (layer_shapes(run.model, layer) for layer in (0, run.model.num_layers - 1))
-    base, targets = first | last, run.adapter.targets or TARGETS
-    sides = {name: base[f"{name}.weight"] for name in targets if f"{name}.weight" in base}
+    targets = run.adapter.targets or TARGETS
+    sides = {
+        name: shape
+        for name, shape in adaptable(first | last).items()
+        if name.removeprefix("shared_") in targets
+    }
     smallest = min(sides, key=lambda name: min(sides[name]))
     outputs, inputs = sides[smallest]
     if run.adapter.rank > min(outputs, inputs):
@@ -256,9 +266,15 @@ def parameter_counts(model: ModelConfig, trainable: Trainable) -> tuple[int, int
 
 
 def counts_text(run: RunConfig) -> str:
-    """Return the number of parameters of a run, and of those that train if not all do."""
+    """Return the number of parameters of a run, and of those that train if not all do.
+
+    With experts also the number of the model's parameters that each token passes through.
+    """
     trainable = trainable_of_run(run)
     trained, total = map(format_count, parameter_counts(run.model, trainable))
+    active = ""
+    if run.model.experts is not None:
+        active = f", {format_count(active_parameters(run.model))} active"
     if trainable.is_everything:
-        return f"{total} parameters"
-    return f"{trained} of {total} parameters train"
+        return f"{total} parameters{active}"
+    return f"{trained} of {total} parameters train{active}"

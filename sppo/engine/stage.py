@@ -22,7 +22,6 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
-from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import layers_with_backward, trains_embedding
 from sppo.engine.attention.prefix_attention import PrefixAttention
@@ -30,10 +29,10 @@ from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
-from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink
-from sppo.model.layer import Layer, Saved, TokenExchange, token_dimension
-from sppo.model.rope import rotary_table
+from sppo.model.layer import Layer, Saved, token_dimension
+from sppo.model.residual import TokenExchange
+from sppo.model.rope import RotaryTables
 from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -79,8 +78,9 @@ class Stage:
         self._adapter_scale = 1.0 if trainable.adapter is None else trainable.adapter.scale
         self.store, self._kv = providers.saved, providers.kv_store
         self._blocks = BlockLayout(
-            tensor_bytes_per_token(self.model, element_bytes=self._kv.dtype.itemsize),
+            self.model,
             layers=self._with_backward,
+            element_bytes=self._kv.dtype.itemsize,
             input_every=input_every,
         )
         self.layout = ActivationLayout(self._blocks, {})
@@ -191,6 +191,8 @@ class Stage:
             with self._layer(unit, index, rotary, saves_kv=saves, trains=training) as layer:
                 x, saved = layer.forward(x, keep=frozenset(offloaded | retained))
             if saves:
+                if "chosen" in saved:
+                    self._providers.loads.add(unit, index, saved["chosen"])
                 self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
         if unit.span.end == unit.span.length:
@@ -220,6 +222,8 @@ class Stage:
             Gradient of the input ``[C, E]``; None on the first stage with a backward.
         """
         self._providers.begin(unit, self._with_backward[::-1], forward=False)
+        if unit.span.end == unit.span.length:
+            self._providers.loads.complete(unit, self._with_backward)
         dx = self._providers.take_loss_gradient(unit) if dy_CE is None else dy_CE
         del dy_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
@@ -240,6 +244,7 @@ class Stage:
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
             self._kv.release(unit.sequence, layers=self._with_backward)
+            self._providers.loads.release(unit, self._with_backward)
         if not self._trains_below:
             return None
         if not self.is_first:
@@ -298,7 +303,7 @@ class Stage:
         saved: Saved,
         taken: dict[int, Saved],
         take: Callable[[ActivationKey], Saved],
-        rotary: RotaryTable | None,
+        rotary: RotaryTables,
     ) -> None:
         """Recompute the input x_in of layer ``index`` from the layer below and add it to ``saved``.
 
@@ -321,6 +326,7 @@ class Stage:
             "activations": self.store.num_entries,
             "sequences in the KV store": self._kv.num_sequences,
             "weight gradients": len(self._deferred),
+            "sequences with loads of experts": self._providers.loads.num_sequences,
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
 
@@ -331,18 +337,16 @@ class Stage:
         )
         return self.layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
-    def _rotary(self, unit: Unit) -> RotaryTable | None:
-        if self.model.position != "rotary":
-            return None
+    def _rotary(self, unit: Unit) -> RotaryTables:
         positions = unit.positions_C if self._tensor is None else unit.span_positions_C
-        return rotary_table(self.model, positions, dtype=self._kv.dtype)
+        return RotaryTables(self.model, positions, dtype=self._kv.dtype)
 
     @contextmanager
     def _layer(
         self,
         unit: Unit,
         index: int,
-        rotary: RotaryTable | None,
+        rotary: RotaryTables,
         *,
         saves_kv: bool = False,
         trains: bool = True,
@@ -367,9 +371,12 @@ class Stage:
                 self._heads,
                 window=window,
                 document_starts=unit.span.document_starts,
+                scale=self.model.attention_scale,
                 offload=offload,
             )
-            yield Layer(self.model, weights, rotary, attention, tokens, self._adapter_scale)
+            table = rotary.of_layer(index)
+            routing = self._providers.loads.terms(unit, index)
+            yield Layer(self.model, weights, table, attention, tokens, self._adapter_scale, routing)
 
 
 def cut(

@@ -22,6 +22,20 @@ def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return functional.linear(x_CI, weight_OI, bias_O)
 
 
+def wide_linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias``, ``[C, O]``, in fp32, or in float64 for float64."""
+    wide = torch.promote_types(x_CI.dtype, torch.float32)
+    if x_CI.dtype == wide:
+        return functional.linear(x_CI, weight_OI, bias_O)
+    if x_CI.device.type == "cuda":
+        y_CO = torch.mm(x_CI, weight_OI.t(), out_dtype=wide)
+    else:
+        y_CO = x_CI.new_empty(x_CI.shape[0], weight_OI.shape[0], dtype=wide)
+        for rows in row_tiles(x_CI):
+            torch.mm(x_CI[rows].to(wide), weight_OI.t().to(wide), out=y_CO[rows])
+    return y_CO if bias_O is None else y_CO.add_(bias_O)
+
+
 def input_gradient(dy_CO: Tensor, weight_OI: Tensor, *, into_CI: Tensor | None = None) -> Tensor:
     """Return ``dy @ weight``, ``[C, I]``, written to ``into_CI`` if given."""
     if not needs_casts(dy_CO):

@@ -6,13 +6,14 @@ A sink is given the gradients of parameters that train only; the others are froz
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.kernels.elementwise import accumulation_dtype
+from sppo.kernels.grouped import accumulate_grouped_weight_gradient_
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 
 
@@ -29,6 +30,17 @@ class GradientSink(Protocol):
 
     def product(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """Take the operands of the gradient ``dy.T @ x`` of the matrix ``name``."""
+        ...
+
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
+        """Take the operands of the gradients ``dy.T @ x`` of the stacked matrices ``name``.
+
+        Args:
+            name: Parameter ``[X, O, I]``, or ``[X, O]`` for an ``x_RI`` of one column.
+            dy_RO: Gradients of rows that are sorted by expert.
+            x_RI: Inputs of these rows.
+            offsets_X: End of the rows of each expert, int32.
+        """
         ...
 
     def token_sum(self, name: str, *, dy_CO: Tensor) -> None:
@@ -57,6 +69,10 @@ class GradientSum:
     def product(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """Add the product ``dy.T @ x`` to the matrix's sum."""
         accumulate_weight_gradient(self._totals[name], dy_CO, x_CI)
+
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
+        """Add the product of the rows of each expert to its sum."""
+        accumulate_grouped_weight_gradient_(self._totals[name], dy_RO, x_RI, offsets_X)
 
     def token_sum(self, name: str, *, dy_CO: Tensor) -> None:
         """Add the sum of dy over tokens to the bias's sum."""
@@ -98,7 +114,7 @@ class DeferredGradients:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._operands: list[tuple[str, Tensor, Tensor | None]] = []
+        self._operands: list[_Deferred] = []
         self._finished: list[tuple[str, Tensor]] = []
 
     def trains(self, name: str) -> bool:
@@ -107,11 +123,16 @@ class DeferredGradients:
 
     def product(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """Store both operands of the product until :meth:`add_up`."""
-        self._operands.append((name, dy_CO, x_CI))
+        self._operands.append(_Deferred(name, "product", {"dy_CO": dy_CO, "x_CI": x_CI}))
+
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
+        """Store the operands of the products until :meth:`add_up`."""
+        operands = {"dy_RO": dy_RO, "x_RI": x_RI, "offsets_X": offsets_X}
+        self._operands.append(_Deferred(name, "expert_products", operands))
 
     def token_sum(self, name: str, *, dy_CO: Tensor) -> None:
         """Store the operand of the sum until :meth:`add_up`."""
-        self._operands.append((name, dy_CO, None))
+        self._operands.append(_Deferred(name, "token_sum", {"dy_CO": dy_CO}))
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Store a finished gradient until :meth:`add_up`."""
@@ -120,17 +141,23 @@ class DeferredGradients:
     @property
     def operand_bytes(self) -> int:
         """Bytes of the stored operands; an operand of several gradients counts once."""
-        operands = {t.data_ptr(): t for _, *pair in self._operands for t in pair if t is not None}
+        stored = (t for deferred in self._operands for t in deferred.operands.values())
+        operands = {t.data_ptr(): t for t in stored}
         return sum(t.numel() * t.element_size() for t in operands.values())
 
     def add_up(self, sink: GradientSink) -> None:
         """Give all stored gradients and operands to ``sink``; clear them."""
         for name, gradient in self._finished:
             sink.add(name, gradient)
-        for name, dy_CO, x_CI in self._operands:
-            if x_CI is None:
-                sink.token_sum(name, dy_CO=dy_CO)
-            else:
-                sink.product(name, dy_CO=dy_CO, x_CI=x_CI)
+        for name, method, operands in self._operands:
+            getattr(sink, method)(name, **operands)
         self._finished.clear()
         self._operands.clear()
+
+
+class _Deferred(NamedTuple):
+    """Call of a sink that is made later."""
+
+    name: str
+    method: Literal["product", "expert_products", "token_sum"]
+    operands: Mapping[str, Tensor]

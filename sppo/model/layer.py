@@ -4,16 +4,20 @@ The layer does not use autograd: every tensor that backward may need has a name,
 retain, offload or recompute it and its bytes are counted exactly. Attention is an argument, so the
 layer does not depend on K/V storage, other subsequences or other ranks.
 
-        saved   meaning                              recomputed from
-    x_in    layer input                          nothing: always saved
-    q       rotated queries (with q/k-norm: the projection before its norm)    x_in
-    k       keys before their norm, q/k-norm only                              x_in
-    o, lse  attention output and log-sum-exp     q, by attention
-    x_mid   residual stream after attention      x_in, o
-    gate    gate projection (gated MLPs only)    x_mid
-    up      up projection                        x_mid
+        saved          meaning                              recomputed from
+    x_in           layer input                          nothing: always saved
+    q              rotated queries (with q/k-norm: the projection before its norm)    x_in
+    k              keys before their norm, q/k-norm only                              x_in
+    o, lse         attention output and log-sum-exp, with sinks if any    q, by attention
+    x_mid          residual stream after attention      x_in, o
+    attention_out  projection of o, in place of x_mid if it has a norm of its own      o
+    gate           gate projection (gated MLPs only)    x_mid
+    up             up projection                        x_mid
+    mlp_out        output of the MLP, if it has a norm of its own                      gate, up
 
-Legend: C tokens, E hidden, N query heads, K key/value heads, D head size, F MLP width.
+:mod:`sppo.model.residual` says where the norms are.
+
+Legend: C tokens, E hidden, Q = N D query width, N query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -26,14 +30,20 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.kernels import elementwise
-from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
+from sppo.kernels.rotary import RotaryTable
+from sppo.kernels.sinks import apply_sinks_, sink_gradient
+from sppo.model.experts import ExpertMlp
 from sppo.model.gradients import GradientSink
-from sppo.model.norms import add_norm_, norm, norm_backward
+from sppo.model.heads import Heads
+from sppo.model.mlp import DenseMlp, Mlp
 from sppo.model.projection import Projection
+from sppo.model.residual import Residual, TokenExchange
+from sppo.model.router import NO_TERMS, RoutingTerms
 
 Weights = Mapping[str, Tensor]
 Saved = dict[str, Tensor]
+
+_SINKS = "sinks.weight"
 
 
 class SubsequenceAttention(Protocol):
@@ -70,33 +80,20 @@ class SubsequenceAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenExchange:
-    """Exchange of the residual stream's tokens before and after projections.
-
-    By default it exchanges nothing: the rank has all tokens, and whole weights. With sharded
-    weights (Megatron), both are collectives of the ranks over which tokens are sharded.
-    """
-
-    gather: Callable[[Tensor], Tensor] = lambda x_cE: x_cE
-    """Function that returns ``[C, E]``: the tokens of all ranks."""
-    scatter_sum: Callable[[Tensor], Tensor] = lambda x_CE: x_CE
-    """Function that returns ``[c, E]``: this rank's tokens of the sum over all ranks."""
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
     """Arithmetic of one layer for the tokens of one subsequence.
 
-    With sharded weights (:mod:`sppo.parallel.megatron`), ``x_in`` and ``x_mid`` have c of the
-    C tokens, and all other tensors have all C.
+    With sharded weights (:mod:`sppo.parallel.megatron`), tensors of the residual stream and the
+    terms that are added to it have c of the C tokens, and all other tensors have all C.
 
     Attributes:
         model: Shape of the model; the number of heads and the MLP width follow the weights.
         weights: Weights of the layer, by name within it.
-        rotary: Angles of the tokens; None without rotary positions.
+        rotary: Angles of the tokens; None without rotation.
         attention: Attention of the tokens over their prefix and themselves.
         tokens: Collectives of the ranks over which the residual stream's tokens are sharded.
         adapter_scale: Factor of the product of the factors of an adapter.
+        routing: Terms of the routing of the tokens to experts.
     """
 
     model: ModelConfig
@@ -105,6 +102,7 @@ class Layer:
     attention: SubsequenceAttention
     tokens: TokenExchange = TokenExchange()  # noqa: RUF009 - has no state
     adapter_scale: float = 1.0
+    routing: RoutingTerms = NO_TERMS
 
     def forward(self, x_CE: Tensor, *, keep: frozenset[str]) -> tuple[Tensor, Saved]:
         """Return the output ``[C, E]`` and the saved tensors named in ``keep``."""
@@ -116,17 +114,21 @@ class Layer:
 
         save(x_in=x_CE)
         q, k, v = self._attention_inputs(x_CE, save)
-        o_CND, lse = self.attention.forward(q, k, v)
+        o_CND, lse = self._with_sinks_(*self.attention.forward(q, k, v))
         del q, k, v
         save(o=o_CND.flatten(1), lse=lse)
-        x_mid = self._attention_output(o_CND.flatten(1))
+        out = self._attention_output(o_CND.flatten(1))
         del o_CND, lse
-        n2 = self.tokens.gather(add_norm_(self.model, "mlp_norm", x_mid, x_CE, self.weights))
+        save(attention_out=out)
+        x_mid, n2 = self._residual.middle(x_CE, out)
+        del out
         save(x_mid=x_mid)
-        gate, up = self._mlp_inputs(n2)
+        inputs = self._mlp.inputs(n2)
         del n2
-        save(up=up, **({} if gate is None else {"gate": gate}))
-        return self._after_mlp(x_mid, gate, up), saved
+        save(**inputs)
+        out = self._mlp_output(inputs)
+        save(mlp_out=out)
+        return self._residual.term("mlp_post_norm", out).add_(x_mid), saved
 
     def backward(self, dy_CE: Tensor, *, saved: Saved, gradients: GradientSink) -> Tensor:
         """Return the gradient of the layer input ``[C, E]``; consumes ``saved``.
@@ -136,78 +138,93 @@ class Layer:
         must own their memory.
         """
         x_in = saved.pop("x_in")
-        n1 = self._gathered_norm("attention_norm", x_in)
+        n1 = self._residual.normed_input("attention_norm", x_in)
         q_projected, q = self._queries(n1, saved)
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
             self._provide_lacking(n1)
-            o_CND, lse = self.attention.recompute(q)
+            o_CND, lse = self._with_sinks_(*self.attention.recompute(q))
             o = o_CND.flatten(1)
-        x_mid = saved.pop("x_mid", None)
-        if x_mid is None:
-            x_mid = self._after_attention(x_in, o)
+        out, x_mid = self._out_and_middle(x_in, o, saved)
         dx_mid = self._mlp_backward(dy_CE, x_mid, saved, gradients)
         del x_mid
-        back = self._projection("o").backward(self.tokens.gather(dx_mid))
+        dout = self._residual.term_backward("attention_post_norm", dx_mid, out, gradients)
+        del out
+        back = self._projection("o").backward(self.tokens.gather(dout))
+        del dout
         back.parameter_gradients(o, gradients)
         do_CND = back.input_gradient().view_as(q)
         del back
         self._provide_lacking(n1)
+        if self.model.attention_sinks and gradients.trains(_SINKS):
+            gradients.add(_SINKS, sink_gradient(do_CND, o.view_as(q), lse, self.weights[_SINKS]))
         dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
-        dq = self._unrotate_and_unnorm("q", dq, q_projected, gradients)
+        dq = self._heads.norm_and_rotate_backward("q", dq, q_projected, gradients)
         k_projected = self._projected_keys(n1, saved)
-        dk = self._unrotate_and_unnorm("k", dk, k_projected, gradients)
-        dn1 = self._projection_backward(dq, dk, dv, n1, gradients)
-        dn1 = self.tokens.scatter_sum(dn1)
-        return norm_backward(
-            self.model, "attention_norm", dn1, x_in, self.weights, gradients, dresidual_CE=dx_mid
-        )
+        dk = self._heads.norm_and_rotate_backward("k", dk, k_projected, gradients)
+        dn1 = self._heads.project_backward(dq, dk, dv, n1, gradients)
+        return self._residual.normed_input_backward("attention_norm", dn1, x_in, dx_mid, gradients)
 
     def recompute_missing_rows(self, saved: Saved) -> None:
         """Recompute the last rows of each tensor of which only the first rows were saved.
 
         Tensors that were not saved at all are left to :meth:`backward`, except o and lse if a
-        partly saved x_mid needs o. Each product has fewer rows than in forward, which some kernels
-        round differently. With sharded weights no tensor is saved in part, and nothing is done.
+        partly saved x_mid or attention_out needs o. Each product has fewer rows than in forward,
+        which some kernels round differently. With sharded weights no tensor is saved in part, and
+        nothing is done.
         """
         x_in = saved["x_in"]
         tokens = x_in.shape[0]
         cut = {name: rows for name, t in saved.items() if (rows := rows_of(name, t)) < tokens}
         for name in cut.keys() & {"q", "k"}:
-            n1 = norm(self.model, "attention_norm", x_in[cut[name] :], self.weights)
-            rest = self._heads(name, n1)
+            n1 = self._residual.normed_input("attention_norm", x_in[cut[name] :])
+            rest = self._heads.project(name, n1)
             if not self.model.qk_norm:
-                rest = self._norm_and_rotate(name, rest, _later(self.rotary, cut[name]))
+                rest = self._heads.norm_and_rotate(name, rest, first=cut[name])
             saved[name] = torch.cat([saved[name], rest])
-        if "o" in cut or ("x_mid" in cut and "o" not in saved):
+        of_attention = cut.keys() & {"x_mid", "attention_out"}
+        if "o" in cut or (of_attention and "o" not in saved):
             self._attend_rest(saved)
-        if "x_mid" in cut:
-            rows = cut["x_mid"]
-            rest = self._after_attention(x_in[rows:], saved["o"][rows:])
-            saved["x_mid"] = torch.cat([saved["x_mid"], rest])
-        if "up" in cut:
-            rest = saved["x_mid"][cut["up"] :]
-            gate, up = self._mlp_inputs(self._gathered_norm("mlp_norm", rest))
-            saved["up"] = torch.cat([saved["up"], up])
-            if gate is not None:
-                saved["gate"] = torch.cat([saved["gate"], gate])
+        for name in of_attention:
+            rows = cut[name]
+            rest = self._attention_output(saved["o"][rows:])
+            if name == "x_mid":
+                rest = self._residual.add_attention(x_in[rows:], rest)
+            saved[name] = torch.cat([saved[name], rest])
+        if cut.keys() & (self._mlp.names | {"mlp_out"}):
+            self._append_mlp_rows(saved, cut)
+
+    def _append_mlp_rows(self, saved: Saved, cut: Mapping[str, int]) -> None:
+        """Append the missing rows of the MLP's tensors of which only the first rows were saved.
+
+        All of them are saved up to the same row; others of the MLP's tensors have all rows.
+        """
+        names = self._mlp.names
+        (rows,) = {cut[name] for name in cut.keys() & (names | {"mlp_out"})}
+        n2 = self._residual.normed_input("mlp_norm", self._saved_middle(saved, rows))
+        known = {name: saved[name][rows:] for name in (names & saved.keys()) - cut.keys()}
+        rest = self._mlp.inputs(n2, known)
+        if "mlp_out" in cut:
+            rest["mlp_out"] = self._mlp_output(rest)
+        for name in cut.keys() & rest.keys():
+            saved[name] = torch.cat([saved[name], rest[name]])
 
     def _attend_rest(self, saved: Saved) -> None:
         """Append the missing rows of o and lse to ``saved``, or all rows if none were saved."""
         done = saved["o"].shape[0] if "o" in saved else 0
         q = saved.get("q")
         if q is None:
-            n1 = norm(self.model, "attention_norm", saved["x_in"][done:], self.weights)
-            q = self._heads("q", n1)
+            n1 = self._residual.normed_input("attention_norm", saved["x_in"][done:])
+            q = self._heads.project("q", n1)
         else:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
-            q = self._norm_and_rotate("q", q, _later(self.rotary, done))
+            q = self._heads.norm_and_rotate("q", q, first=done)
         if self.attention.lacks_keys:
             self.recompute_kv(saved["x_in"])
-        o_CND, lse_NC = self.attention.recompute(q)
+        o_CND, lse_NC = self._with_sinks_(*self.attention.recompute(q))
         if done:
             saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
             saved["lse"] = torch.cat([saved["lse"], lse_NC], dim=1)
@@ -216,7 +233,7 @@ class Layer:
 
     def recompute_kv(self, x_CE: Tensor) -> None:
         """Provide k and v to attention again, bitwise equal to those of :meth:`forward`."""
-        self._provide(self._gathered_norm("attention_norm", x_CE))
+        self._provide(self._residual.normed_input("attention_norm", x_CE))
 
     def _provide_lacking(self, n1_CE: Tensor) -> None:
         """Provide k and v to attention in backward if it lacks them."""
@@ -224,33 +241,44 @@ class Layer:
             self._provide(n1_CE)
 
     def _provide(self, n1_CE: Tensor) -> None:
-        k, v = (self._heads(name, n1_CE) for name in ("k", "v"))
-        self.attention.provide(self._norm_and_rotate("k", k, self.rotary), v)
+        k, v = (self._heads.project(name, n1_CE) for name in ("k", "v"))
+        self.attention.provide(self._heads.norm_and_rotate("k", k), v)
 
     def recompute_output(self, saved: Saved) -> Tensor:
         """Return the output ``[C, E]`` from the saved x_in and o, without recomputing attention.
 
-        Adds x_mid, gate and up to ``saved``, so that :meth:`backward` need not recompute them.
+        Adds all that it computes to ``saved``, so that :meth:`backward` need not recompute it.
         """
-        if "x_mid" not in saved:
-            saved["x_mid"] = self._after_attention(saved["x_in"], saved["o"])
-        if "up" not in saved:
-            gate, saved["up"] = self._mlp_inputs(self._gathered_norm("mlp_norm", saved["x_mid"]))
-            if gate is not None:
-                saved["gate"] = gate
-        return self._after_mlp(saved["x_mid"], saved.get("gate"), saved["up"])
+        if not saved.keys() & {"x_mid", "attention_out"}:
+            out = self._attention_output(saved["o"])
+            if self._residual.norms_outputs:
+                saved["attention_out"] = out
+            else:
+                saved["x_mid"] = self._residual.add_attention(saved["x_in"], out)
+        x_mid = self._saved_middle(saved)
+        if "mlp_out" in saved:
+            return self._residual.term("mlp_post_norm", saved["mlp_out"]).add_(x_mid)
+        if not self._mlp.names <= saved.keys():
+            n2 = self._residual.normed_input("mlp_norm", x_mid)
+            known = {name: saved[name] for name in self._mlp.names & saved.keys()}
+            saved.update(self._mlp.inputs(n2, known))
+            del n2
+        out = self._mlp_output(saved)
+        if self._residual.norms_outputs:
+            saved["mlp_out"] = out
+        return self._residual.term("mlp_post_norm", out).add_(x_mid)
 
     def _attention_inputs(
         self, x_CE: Tensor, save: Callable[..., None]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (q_CND, k_CKD, v_CKD) after norms and rotation; save q, and k before its norm."""
-        n1 = self._gathered_norm("attention_norm", x_CE)
-        q, k, v = (self._heads(name, n1) for name in ("q", "k", "v"))
+        n1 = self._residual.normed_input("attention_norm", x_CE)
+        q, k, v = (self._heads.project(name, n1) for name in ("q", "k", "v"))
         del n1
         if self.model.qk_norm:
             save(q=q, k=k)
-        q = self._norm_and_rotate("q", q, self.rotary)
-        k = self._norm_and_rotate("k", k, self.rotary)
+        q = self._heads.norm_and_rotate("q", q)
+        k = self._heads.norm_and_rotate("k", k)
         if not self.model.qk_norm:
             save(q=q)
         return q, k, v
@@ -261,8 +289,8 @@ class Layer:
         if q is not None and not self.model.qk_norm:
             return None, q
         if q is None:
-            q = self._heads("q", n1_CE)
-        rotated = self._norm_and_rotate("q", q, self.rotary)
+            q = self._heads.project("q", n1_CE)
+        rotated = self._heads.norm_and_rotate("q", q)
         return (q if self.model.qk_norm else None), rotated
 
     def _projected_keys(self, n1_CE: Tensor, saved: Saved) -> Tensor | None:
@@ -270,113 +298,73 @@ class Layer:
         if not self.model.qk_norm:
             return None
         k = saved.pop("k", None)
-        return self._heads("k", n1_CE) if k is None else k
+        return self._heads.project("k", n1_CE) if k is None else k
 
-    def _heads(self, name: str, n1_CE: Tensor) -> Tensor:
-        projected = self._project(name, n1_CE)
-        return projected.view(projected.shape[0], -1, self.model.head_dim)
-
-    def _projection(self, name: str) -> Projection:
-        return Projection(name, self.weights, self.adapter_scale)
-
-    def _project(self, name: str, x_CI: Tensor) -> Tensor:
-        """Return a projection of ``x_CI``, ``[C, O]``."""
-        return self._projection(name).forward(x_CI)
-
-    def _norm_and_rotate(self, name: str, x_CHD: Tensor, rotary: RotaryTable | None) -> Tensor:
-        if self.model.qk_norm:
-            x_CHD = norm(self.model, f"{name}_norm", x_CHD, self.weights)
-        return x_CHD if rotary is None else rotate(x_CHD, rotary)
+    def _with_sinks_(self, o_CND: Tensor, lse_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result of attention, overwritten, as it is beside the sinks, if any."""
+        if self.model.attention_sinks:
+            lse_NC = apply_sinks_(o_CND, lse_NC, self.weights[_SINKS])
+        return o_CND, lse_NC
 
     def _attention_output(self, o_CQ: Tensor) -> Tensor:
-        """Return ``[C, E]``, the term that attention adds to the residual stream."""
-        return self.tokens.scatter_sum(self._project("o", o_CQ))
+        """Return the projection of o, ``[C, E]``, in new memory."""
+        return self.tokens.scatter_sum(self._projection("o").forward(o_CQ))
 
-    def _after_attention(self, x_CE: Tensor, o_CQ: Tensor) -> Tensor:
-        """Return ``x_mid`` without its norm, bitwise equal to that of :meth:`forward`."""
-        return self._attention_output(o_CQ).add_(x_CE)
+    def _mlp_output(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of the MLP, ``[C, E]``, in new memory."""
+        return self.tokens.scatter_sum(self._mlp.output(inputs))
 
-    def _mlp_inputs(self, n2_CE: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return (gate_CF, up_CF); gate_CF is None for an MLP without a gate."""
-        up = self._project("up", n2_CE)
-        if not self.model.gated:
-            return None, up
-        return self._project("gate", n2_CE), up
+    def _saved_middle(self, saved: Saved, rows: int = 0) -> Tensor:
+        """Return ``x_mid`` of the tokens from ``rows`` on, saved or from its saved terms."""
+        if not self._residual.norms_outputs:
+            return saved["x_mid"][rows:]
+        return self._residual.add_attention(saved["x_in"][rows:], saved["attention_out"][rows:])
 
-    def _after_mlp(self, x_mid_CE: Tensor, gate_CF: Tensor | None, up_CF: Tensor) -> Tensor:
-        hidden = elementwise.activation(gate_CF, up_CF, kind=self.model.mlp)
-        out = self._project("down", hidden)
-        return self.tokens.scatter_sum(out).add_(x_mid_CE)
+    def _out_and_middle(
+        self, x_in_CE: Tensor, o_CQ: Tensor, saved: Saved
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return (attention_out if it has a norm of its own, x_mid), which leave ``saved``."""
+        x_mid, out = saved.pop("x_mid", None), saved.pop("attention_out", None)
+        if x_mid is not None:
+            return None, x_mid
+        if out is None:
+            out = self._attention_output(o_CQ)
+        return (out if self._residual.norms_outputs else None), self._residual.add_attention(
+            x_in_CE, out
+        )
 
     def _mlp_backward(
         self, dy_CE: Tensor, x_mid_CE: Tensor, saved: Saved, gradients: GradientSink
     ) -> Tensor:
         """Return the gradient of ``x_mid`` through the MLP and the residual connection."""
-        n2 = self._gathered_norm("mlp_norm", x_mid_CE)
-        up, gate = saved.pop("up", None), saved.pop("gate", None)
-        if up is None:
-            up = self._project("up", n2)
-        if gate is None and self.model.gated:
-            gate = self._project("gate", n2)
-        dy = self.tokens.gather(dy_CE)
-        back = self._projection("down").backward(dy)
-        del dy
-        dhidden = back.input_gradient()
-        inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
-        del dhidden, gate, up
-        back.parameter_gradients(inner.hidden_CF, gradients)
-        back = self._projection("up").backward(inner.dup_CF)
-        back.parameter_gradients(n2, gradients)
-        dn2 = back.input_gradient()
-        if inner.dgate_CF is not None:
-            back = self._projection("gate").backward(inner.dgate_CF)
-            back.parameter_gradients(n2, gradients)
-            back.input_gradient(add_to_CI=dn2)
-        del back, inner
-        dn2 = self.tokens.scatter_sum(dn2)
-        return norm_backward(
-            self.model, "mlp_norm", dn2, x_mid_CE, self.weights, gradients, dresidual_CE=dy_CE
-        )
+        n2 = self._residual.normed_input("mlp_norm", x_mid_CE)
+        inputs = {name: saved.pop(name) for name in self._mlp.names & saved.keys()}
+        out = saved.pop("mlp_out", None)
+        if out is None and self._residual.norms_outputs:
+            inputs = self._mlp.inputs(n2, inputs)
+            out = self._mlp_output(inputs)
+        dout = self._residual.term_backward("mlp_post_norm", dy_CE, out, gradients)
+        del out
+        dn2 = self._mlp.backward(self.tokens.gather(dout), n2, inputs, gradients)
+        del dout
+        return self._residual.normed_input_backward("mlp_norm", dn2, x_mid_CE, dy_CE, gradients)
 
-    def _projection_backward(
-        self,
-        dq_CND: Tensor,
-        dk_CKD: Tensor,
-        dv_CKD: Tensor,
-        n1_CE: Tensor,
-        gradients: GradientSink,
-    ) -> Tensor:
-        """Return the gradient of the normed layer input through the q, k and v projections."""
-        q, k, v = (
-            self._projection(name).backward(d_CHD.flatten(1))
-            for name, d_CHD in (("q", dq_CND), ("k", dk_CKD), ("v", dv_CKD))
-        )
-        dn1 = q.input_gradient()
-        for back in (k, v):
-            back.input_gradient(add_to_CI=dn1)
-        for back in (q, k, v):
-            back.parameter_gradients(n1_CE, gradients)
-        return dn1
+    @property
+    def _residual(self) -> Residual:
+        return Residual(self.model, self.weights, self.tokens)
 
-    def _unrotate_and_unnorm(
-        self,
-        name: str,
-        d_CHD: Tensor,
-        projected_CHD: Tensor | None,
-        gradients: GradientSink,
-    ) -> Tensor:
-        if self.rotary is not None:
-            d_CHD = rotate_backward(d_CHD, self.rotary)
-        if not self.model.qk_norm:
-            return d_CHD
-        assert projected_CHD is not None, "q/k-norm needs its input"
-        return norm_backward(
-            self.model, f"{name}_norm", d_CHD, projected_CHD, self.weights, gradients
-        )
+    @property
+    def _heads(self) -> Heads:
+        return Heads(self.model, self.weights, self.rotary, self.adapter_scale)
 
-    def _gathered_norm(self, name: str, x_CE: Tensor) -> Tensor:
-        """Return the norm of all tokens, ``[C, E]``, gathered for the projections."""
-        return self.tokens.gather(norm(self.model, name, x_CE, self.weights))
+    @property
+    def _mlp(self) -> Mlp:
+        if "router.weight" in self.weights:
+            return ExpertMlp(self.model, self.weights, self.adapter_scale, self.routing)
+        return DenseMlp(self.model, self.weights, self.adapter_scale)
+
+    def _projection(self, name: str) -> Projection:
+        return Projection(name, self.weights, self.adapter_scale)
 
 
 def token_dimension(name: str) -> int:
@@ -387,8 +375,3 @@ def token_dimension(name: str) -> int:
 def rows_of(name: str, tensor: Tensor) -> int:
     """Return the number of tokens in the saved tensor ``name``."""
     return tensor.shape[token_dimension(name)]
-
-
-def _later(rotary: RotaryTable | None, row: int) -> RotaryTable | None:
-    """Return the rotary table of the tokens from ``row`` on."""
-    return None if rotary is None else RotaryTable(rotary.cos[row:], rotary.sin[row:])

@@ -12,47 +12,79 @@ import math
 import torch
 from torch import Tensor
 
-from sppo.config.model import ModelConfig, RopeScaling
+from sppo.config.model import LayerType, ModelConfig, RopeScaling
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.rotary import RotaryTable
 
 
-def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype) -> RotaryTable:
-    """Return the cosine and sine of each position's angles, ``[C, 1, D/2]``.
+class RotaryTables:
+    """Rotary tables of some tokens: one for each rotation of the layers, made when it is needed.
 
     Args:
-        model: Model with ``position: rotary``.
+        model: Model configuration.
+        positions_C: Token positions, any integers.
+        dtype: Type of the activations.
+    """
+
+    def __init__(self, model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype) -> None:
+        self._model, self._positions_C, self._dtype = model, positions_C, dtype
+        self._made: dict[tuple[float, bool], RotaryTable] = {}
+
+    def of_layer(self, layer: int) -> RotaryTable | None:
+        """Return the table of `layer`; None if it does not rotate."""
+        layer_type = self._model.layer_type(layer)
+        if layer_type.rope_theta is None:
+            return None
+        key = layer_type.rope_theta, layer_type.rope_scaled
+        if key not in self._made:
+            self._made[key] = rotary_table(
+                self._model, layer_type, self._positions_C, dtype=self._dtype
+            )
+        return self._made[key]
+
+
+def rotary_table(
+    model: ModelConfig, layer_type: LayerType, positions_C: Tensor, *, dtype: torch.dtype
+) -> RotaryTable:
+    """Return the cosine and sine of each position's angles, ``[C, 1, P]`` of P pairs.
+
+    Args:
+        model: Model configuration.
+        layer_type: Type of a layer that rotates q and k.
         positions_C: Token positions, any integers.
         dtype: Type of the activations; the table is in fp32, or float64 for float64.
     """
     acc_dtype = accumulation_dtype(dtype)
-    frequencies, scale = _frequencies_on(positions_C.device, model, acc_dtype)
+    frequencies, scale = _frequencies_on(positions_C.device, model, layer_type, acc_dtype)
     angles = positions_C.to(acc_dtype)[:, None] * frequencies
     return RotaryTable((angles.cos() * scale).unsqueeze(1), (angles.sin() * scale).unsqueeze(1))
 
 
 @functools.lru_cache(maxsize=8)
 def _frequencies_on(
-    device: torch.device, model: ModelConfig, dtype: torch.dtype
+    device: torch.device, model: ModelConfig, layer_type: LayerType, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
     """Return the frequencies on the device, cached because the copy would block the host."""
-    frequencies, scale = rotary_frequencies(model, dtype=dtype)
+    frequencies, scale = rotary_frequencies(model, layer_type, dtype=dtype)
     return frequencies.to(device), scale
 
 
-def rotary_frequencies(model: ModelConfig, *, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return (radians per token for each pair ``[D/2]``, factor of cosine and sine)."""
-    size = model.head_dim
+def rotary_frequencies(
+    model: ModelConfig, layer_type: LayerType, *, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """Return (radians per token for each of P pairs, factor of cosine and sine)."""
+    size, theta = model.rotary_size, layer_type.rope_theta
+    assert theta is not None, "layers without rotation have no frequencies"
+    scaling = model.rope_scaling if layer_type.rope_scaled else None
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
-    frequencies = 1.0 / (model.rope_theta**exponents)
-    scaling = model.rope_scaling
+    frequencies = 1.0 / (theta**exponents)
     if scaling is None:
         return frequencies, 1.0
     if scaling.type == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.type == "llama3":
         return _llama3(frequencies, scaling), 1.0
-    return _yarn(frequencies, scaling, theta=model.rope_theta, size=size)
+    return _yarn(frequencies, scaling, theta=theta, size=size)
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

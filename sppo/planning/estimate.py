@@ -93,8 +93,7 @@ def model_counts(run: RunConfig) -> ModelCounts:
     element = ELEMENT_BYTES[run.train.dtype]
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
-    layer_tokens = length * model.num_layers
-    kv_elements = 2 * model.kv_heads * model.head_dim * layer_tokens
+    kv_elements = 2 * model.kv_heads * model.head_dim * length * model.num_layers
     trained, total = parameter_counts(model, trainable_of_run(run))
     return ModelCounts(
         parameters=total,
@@ -102,7 +101,10 @@ def model_counts(run: RunConfig) -> ModelCounts:
         state_bytes_per_parameter=element + ACCUMULATION_BYTES + masters + moments,
         frozen_bytes_per_parameter=element,
         saved_bytes={
-            policy: saved_bytes_per_token(policy, model, element_bytes=element) * layer_tokens
+            policy: length
+            * saved_bytes_per_token(
+                policy, model, layers=range(model.num_layers), element_bytes=element
+            )
             for policy in POLICIES
         },
         kv_bytes=kv_elements * element,

@@ -13,7 +13,6 @@ from sppo.activations.activation_layout import (
     order_of_use,
 )
 from sppo.activations.subsequence_placement import SubsequencePlacement
-from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS
 from sppo.schedule.program_text import parse_action
@@ -34,8 +33,8 @@ def layout(sequences, *, layers=LAYERS, **options):
         for sequence in range(sequences)
         for index, rows in enumerate(ROWS)
     }
-    row_bytes = tensor_bytes_per_token(model, element_bytes=4)
-    return ActivationLayout(BlockLayout(row_bytes, layers=layers), shards, **options)
+    blocks = BlockLayout(model, layers=layers, element_bytes=4)
+    return ActivationLayout(blocks, shards, **options)
 
 
 def test_blocks_of_a_sequence_lie_one_behind_the_other():

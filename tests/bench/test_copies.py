@@ -128,7 +128,10 @@ def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path, speed):
     run = offloading(tmp_path, "sppo")
     plan = plan_run(run, hardware=read_hardware(path), **LARGE_DISK)
     assert plan.hardware.node.disk_write_bytes_per_s == speed * 3e6
-    row_bytes = class_bytes_per_token(run.model, element_bytes=2) * run.model.num_layers
+    row_bytes = (
+        class_bytes_per_token(run.model, run.model.layer_type(0), element_bytes=2)
+        * run.model.num_layers
+    )
     (stage,) = plan.stages
     moved = [float(np.array(part.offloaded) @ row_bytes) for part in stage.subsequences]
     assert moved[-1] == 0

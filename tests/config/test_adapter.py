@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from sppo.config import ConfigError, load_run
+from sppo.config import PRESETS, ConfigError, ModelConfig, load_run
 from sppo.config.advice import run_hints
-from sppo.cost.trainable import check_trainable, trainable_of_run
+from sppo.cost.trainable import Adapter, check_trainable, trainable_of_run
 from tests.conftest import refuse, succeed, write_run
 
 RUN = {
@@ -67,6 +67,16 @@ def test_a_model_without_gates_has_no_adapters_of_gates():
 def test_globs_are_a_list_that_is_not_empty():
     assert "must be a list of globs" in problem("train.only=embed.*", run=ONLY)
     assert "must not be empty" in problem("train.only=[]", run=ONLY)
+
+
+def test_adapters_beside_experts_are_those_of_attention_and_of_the_shared_mlp():
+    adapter, model = Adapter(rank=2, scale=1.0), ModelConfig(**PRESETS["glm-4.5-air"])
+    dense, routed = ({*adapter.shapes(model, layer)} for layer in (0, 1))
+    assert {"gate.lora_a", "up.lora_a", "down.lora_b"} <= dense
+    shared = {"shared_gate.lora_a", "shared_up.lora_a", "shared_down.lora_b", "q.lora_a"}
+    assert shared <= routed
+    assert len(routed) == len(dense)
+    assert adapter.shapes(model, 1)["shared_down.lora_a"] == (2, 1408)
 
 
 @pytest.mark.parametrize("words", ["null", "all-linear", "q,k,v,o,gate,up,down"])

@@ -25,10 +25,34 @@ def model(**fields):
         ("qwen3-4b", 4.022),
         ("qwen3-8b", 8.191),
         ("mistral-7b", 7.242),
+        ("ministral-8b", 8.020),
+        ("phi-4", 14.660),
+        ("smollm3-3b", 3.075),
+        ("olmo-3-7b", 7.298),
+        ("qwen3-30b-a3b", 30.532),
+        ("qwen3-235b-a22b", 235.094),
+        ("mixtral-8x7b", 46.703),
     ],
 )
 def test_published_models_have_as_many_parameters_as_published(preset, billions):
     assert num_parameters(model(preset=preset)) / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+# Of their reports: gpt-oss model card, table 1; Gemma 3 report, table 1 (without the vision
+# encoder); GLM-4.5 report (without the layer that predicts one more token).
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
+        ("gemma-3-4b", 3.884),
+        ("gemma-3-12b", 11.771),
+        ("gemma-3-27b", 27.016),
+        ("glm-4.5-air", 106.4),
+    ],
+)
+def test_reported_models_have_about_as_many_parameters_as_reported(preset, billions):
+    assert num_parameters(model(preset=preset)) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 @pytest.mark.parametrize(("preset", "billions"), [("gpt-7b", 7), ("gpt-13b", 13), ("gpt-65b", 65)])
@@ -66,6 +90,12 @@ def test_rope_scaling_is_overridden_key_by_key():
     linear = model(preset="llama-3.2-1b", rope_scaling={"type": "linear", "factor": 2})
     assert linear.rope_scaling.original_max_positions is None
     assert model(preset="llama-3.2-1b", rope_scaling=None).rope_scaling is None
+
+
+def test_experts_are_overridden_key_by_key():
+    experts = model(preset="qwen3-30b-a3b", experts={"count": 16}).experts
+    assert (experts.count, experts.per_token, experts.normalize) == (16, 8, True)
+    assert model(preset="qwen3-30b-a3b", experts=None).experts is None
 
 
 def test_overriding_leaves_the_preset_as_it_was():

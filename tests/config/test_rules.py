@@ -197,6 +197,33 @@ def test_what_contradicts_the_rest(sections, told):
     assert problem.startswith(told)
 
 
+EXPERTS = {"count": 4, "per_token": 2, "mlp_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (
+            {"model": {"experts": EXPERTS}, "parallel": {"sequence_parallel": "megatron"}},
+            "parallel.sequence_parallel megatron shards the weights of layers, but not those of "
+            "model.experts; write ulysses",
+        ),
+        ({"routing": {"z_loss": 1e-3}}, "routing.z_loss 0.001 belongs to model.experts"),
+        (
+            {"model": {"experts": EXPERTS}, "routing": {"bias_update": 1e-3}},
+            "routing.bias_update 0.001 updates the biases by which experts are chosen; write "
+            "model.experts.choice_bias=true",
+        ),
+        (
+            {"model": {"experts": EXPERTS}, "adapter": {"rank": 2, "targets": "q,up"}},
+            "adapter.targets ['q', 'up'] gate, up and down are those of an MLP that all tokens",
+        ),
+    ],
+)
+def test_what_experts_refuse(sections, told):
+    assert [problem for problem in problems(**sections) if problem.startswith(told)]
+
+
 def test_broken_rules_of_several_sections_are_all_told():
     found = problems(
         sequence={"num_subsequences": 65},

@@ -23,7 +23,7 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.kernels import elementwise
-from sppo.model import gradients, layer
+from sppo.model import gradients, heads
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.retained import RetainedTensors
@@ -52,10 +52,12 @@ MODELS = {
     "gpt": GPT,
     "gpt, rotary, exact gelu": {**GPT, "position": "rotary", "mlp": "gelu"},
     "qwen2": {"qkv_bias": True},
+    "norms of outputs": {"norm_placement": "post", "residual_scale": 0.5},
+    "norms of both": {"norm_placement": "both", "norm": "layernorm", "mlp_bias": True},
 }
 CUTS = (0, 12, 20)
 # Work that no function of ours stands for: additions in place, and conversions.
-UNSEEN = {"add", "narrow", "loss_gradient", "adamw"}
+UNSEEN = {"add", "scale", "narrow", "loss_gradient", "adamw"}
 RATE = 1e9
 
 
@@ -79,7 +81,7 @@ def counted(monkeypatch):
         monkeypatch.setattr(where, name, watched)
 
     def norm(operands, suffix):
-        def kernel(*tensors, dresidual_CE=None, eps, with_parameters=True):
+        def kernel(*tensors, dresidual_CE=None, **_):
             x, bias = tensors[0], (*tensors, None)[operands + 1]
             added = "" if dresidual_CE is None else "_add"
             name = "rmsnorm" if bias is None else "layernorm"
@@ -96,8 +98,8 @@ def counted(monkeypatch):
         "activation_backward_",
         lambda d, gate, up, *, kind: (f"{kind}_backward", up.numel()),
     )
-    watch(layer, "rotate", lambda x, table: ("rotary", x.numel()))
-    watch(layer, "rotate_backward", lambda x, table: ("rotary", x.numel()))
+    watch(heads, "rotate", lambda x, table: ("rotary", x.numel()))
+    watch(heads, "rotate_backward", lambda x, table: ("rotary", x.numel()))
     watch(gradients, "accumulate_bias_gradient", lambda total, dy: ("bias_gradient", dy.numel()))
     watch(
         StoredKV,
@@ -133,9 +135,11 @@ def train_once(model, *, policy):
 def test_every_kernel_of_a_step_is_counted(counted, name, policy):
     model = model_of(name)
     train_once(model, policy=policy)
-    passes = layer_work(model, element_bytes=4, trained=layer_shapes(model, 0))
+    passes = layer_work(model, model.layer_type(0), element_bytes=4, trained=layer_shapes(model, 0))
     work = passes["forward"] + passes["backward"]
-    work += saving_work(model, names=saved_tensors(policy, model))
+    work += saving_work(
+        model, model.layer_type(0), names=saved_tensors(policy, model, model.layer_type(0))
+    )
     if policy == "keep_attention":
         work += passes["linear_recompute"]
     expected = Counter()
@@ -186,7 +190,9 @@ def test_a_gpu_keeps_saved_tensors_in_place():
     cpu = perfect(gemm=1e30, elementwise=1e6)
     gpu = replace(cpu, device=replace(cpu.device, kind="cuda"))
     tokens = CUTS[-1] * model.num_layers
-    copied = sum(2 * 4 * width for _, width in saving_work(model, names=("x_in", "o")))
+    copied = sum(
+        2 * 4 * width for _, width in saving_work(model, model.layer_type(0), names=("x_in", "o"))
+    )
     retained = [step_seconds(model, machine, policy="keep_attention") for machine in (cpu, gpu)]
     assert retained[0] - retained[1] == pytest.approx(copied * tokens / 1e6)
 

@@ -18,6 +18,7 @@ from sppo.cost.flops import (
     model_flops,
     pair_flops,
     partition_costs,
+    recomputed_linear_flops,
     step_flops,
 )
 from sppo.cost.layer import Workload
@@ -133,3 +134,14 @@ def test_partition_costs_of_windows_are_per_token():
     plain_linear, plain_quadratic = partition_costs(tiny_model(num_kv_heads=2))
     assert plain_quadratic == 2 * per_pair
     assert linear == plain_linear + 3 * per_pair
+
+
+def test_of_experts_those_of_a_token_count():
+    """Qwen3-30B-A3B: 8 of 128 experts of 3 x 2048 x 768, beside attention and the router."""
+    model = ModelConfig.model_validate(MODELS["qwen3-30b-a3b"])
+    (kind,) = kinds_of_model(model, EVERYTHING)
+    attention, experts = 2048 * (2 * 4096 + 2 * 512), 8 * 3 * 2048 * 768
+    forward = 2 * (attention + 2048 * 128 + experts)
+    assert layer_flops(kind) == (forward, 2 * forward)
+    again = 2048 * (2 * 4096 + 512) + 8 * 2 * 2048 * 768
+    assert recomputed_linear_flops(model, kind) == 2 * again

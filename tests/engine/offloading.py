@@ -12,7 +12,6 @@ from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
     class_bytes_per_token,
-    tensor_bytes_per_token,
 )
 from sppo.engine.pipeline import ALONE
 from sppo.offload.block_store import BlockStore
@@ -24,8 +23,9 @@ from tests.offload.emulated_lane import SCHEDULERS, EmulatedLane
 def with_offsets(model, rows, *, element_bytes, input_every=1):
     """Plans of subsequences by their (retained, offloaded, recomputed), blocks in a row."""
     shape = BlockLayout(
-        tensor_bytes_per_token(model, element_bytes=element_bytes),
+        model,
         layers=range(model.num_layers),
+        element_bytes=element_bytes,
         input_every=input_every,
     )
     _, offloaded, recomputed = np.array(rows).swapaxes(0, 1)
@@ -51,7 +51,8 @@ class RatioRows:
     input_every: int = 1
 
     def __call__(self, lengths):
-        sizes = class_bytes_per_token(self.model, element_bytes=self.element_bytes)
+        model = self.model
+        sizes = class_bytes_per_token(model, model.layer_type(0), element_bytes=self.element_bytes)
         rows = []
         for index, tokens in enumerate(lengths):
             stays = index == len(lengths) - 1 and not self.last_too

@@ -177,8 +177,8 @@ DEFECTS = {
             "recompute_missing_rows",
             "_queries",
             "_projected_keys",
-            "_after_attention",
-            "_mlp_inputs",
+            "_out_and_middle",
+            "_mlp_backward",
         )
     },
 }

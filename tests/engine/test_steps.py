@@ -189,7 +189,7 @@ def test_peaks_are_those_predicted(variant_and_policy, dtype):
 def test_only_the_inputs_of_some_layers_are_kept():
     model = tiny_model(num_layers=5)
     weights = random_weights(model)
-    sizes = tensor_bytes_per_token(model, element_bytes=8)
+    sizes = tensor_bytes_per_token(model, model.layer_type(0), element_bytes=8)
     retained = {}
     for every in (1, 2, 5):
         made = Trained(

@@ -6,6 +6,7 @@ MLP width, e element bytes.
 
 from __future__ import annotations
 
+from sppo.activations.tensor_classes import mlp_widths
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.layer_kinds import LayerKind, layer_kinds
@@ -29,8 +30,7 @@ class TensorSizes:
         retained: Tensor classes whose saved tensors stay in memory of torch's allocator.
         defers: Whether weight halves of backwards are deferred and keep saved tensors as operands;
             otherwise retained classes are freed as soon as backward has used them.
-        kind: Window and adapters of the layer, and what trains in it; None for those of the last
-            layer.
+        kind: Kind of the layer; None for that of the last layer.
         recomputes_windows: Whether a layer with a window keeps K and V in part, and puts those that
             the subsequence sees together.
     """
@@ -58,9 +58,6 @@ class TensorSizes:
         """Threads of a CPU; 0 on a GPU, where no tiles and scratch of CPU kernels are counted."""
         self.casts = self.threads > 0 and not device.half_products
         """True if bf16 products cast tiles to fp32 (:mod:`sppo.kernels.half_products`)."""
-        self.is_half = element_bytes < ACCUMULATION_BYTES
-        """True if the compute dtype is smaller than the accumulation dtype."""
-
         self.rows = tokens * degree
         """Number of queries of each head in attention: tokens of all devices of the group."""
         self.seen_keys = prefix + self.rows
@@ -85,21 +82,30 @@ class TensorSizes:
         """Bytes of the gradient of k, or v, of one token in the key heads of one device."""
         self.lse_bytes = self.pooled(accumulation * model.num_heads)
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
-        self.mlp_bytes = self.pooled(compute * model.mlp_size)
-        """Bytes of gate, up, the activation's output, or a gradient of one of them."""
-        self.gates_bytes = (2 if model.gated else 1) * self.mlp_bytes
-        """Bytes of the inputs of the MLP's activation: gate and up, or up alone."""
+        self.kind = kind or layer_kinds(model, workload.trainable)[-1]
+        """Type of the layer, its adapters, and what trains in it."""
+        widths = mlp_widths(model, self.kind.type)
+        self.mlp_bytes = self.pooled(compute * widths["up"])
+        """Bytes of gate, up, the activation's output, or a gradient of one of them; with experts,
+        of those of all experts of each token."""
+        self.shared_bytes = self.pooled(compute * widths.get("shared_up", 0))
+        """Bytes of the same tensors of the MLP that all tokens share beside experts."""
+        self.gates_bytes = sum(self.pooled(compute * width) for width in widths.values())
+        """Bytes of the inputs of all activations of the MLP: gates and ups, or up alone."""
         has_table = model.position == "rotary"
         self.rotary_bytes = 2 * self.pooled(accumulation * model.head_dim // 2) * has_table
         """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
 
-        self.kind = kind or layer_kinds(model, workload.trainable)[-1]
-        """Window and adapters of the layer, and what trains in it."""
         self._recomputes_windows = recomputes_windows
         self._ranks = {
             name.removesuffix(f".{LORA_A}"): rank
             for name, (rank, _) in self.kind.recomputed_factors
         }
+
+    @property
+    def is_half(self) -> bool:
+        """True if the compute dtype is smaller than the accumulation dtype."""
+        return self.element_bytes < ACCUMULATION_BYTES
 
     @property
     def window_kv_bytes(self) -> int:

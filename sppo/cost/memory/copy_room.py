@@ -10,15 +10,23 @@ many as the stage with most layers needs, each as large as the rank's largest bl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT, BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
-from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
+from sppo.activations.tensor_classes import (
+    ATTENTION,
+    CLASSES,
+    LINEAR,
+    X_IN,
+    class_bytes_per_token,
+)
+from sppo.config.model import LayerType
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.messages import sent_bytes
@@ -59,35 +67,46 @@ def block_slots(candidate: Candidate, layout: BlockLayout) -> tuple[int, int, in
 
 def copy_slots(candidate: Candidate) -> tuple[Callable[[ActivationPlacement], float], ...]:
     """Return a function for each rank: the most bytes that copies of its stages' tensors need."""
-    counts = candidate.backward_layers
-    layouts = {layers: stage for stage, layers in enumerate(counts.tolist())}
-    slots = {
-        layers: _copy_slots(candidate, block_layout(candidate, stage=stage))
-        for layers, stage in layouts.items()
-    }
-    most_layers = candidate.by_rank(counts).max(axis=0)
-    return tuple(slots[layers] for layers in most_layers.tolist())
+    ranks = candidate.pipeline_parallel_degree
+    layouts = [block_layout(candidate, stage=stage) for stage in range(candidate.num_stages)]
+    made: dict[tuple[int, frozenset[LayerType]], Callable[[ActivationPlacement], float]] = {}
+    slots = []
+    for rank in range(ranks):
+        own = layouts[rank::ranks]
+        largest = max(own, key=lambda layout: len(layout.layers))
+        types = frozenset(chain.from_iterable(layout.row_bytes for layout in own))
+        key = len(largest.layers), types
+        if key not in made:
+            made[key] = _copy_slots(candidate, largest, types)
+        slots.append(made[key])
+    return tuple(slots)
 
 
-def _copy_slots(candidate: Candidate, shape: BlockLayout) -> Callable[[ActivationPlacement], float]:
+def _copy_slots(
+    candidate: Candidate, shape: BlockLayout, types: Collection[LayerType]
+) -> Callable[[ActivationPlacement], float]:
     """Return the function of a rank whose stage of most layers has the given layout.
 
     There are slots for blocks of the subsequence that offloads most, whatever is copied when. A
     class that is cut is joined, or if its last part is recomputed, those of its tensors that the
-    working set does not count already, for as many layers as backward holds at once.
+    working set does not count already, for as many layers as backward holds at once. The type of
+    layer whose tensors are largest counts, of the `types` of the rank's layers.
     """
     workload, longest = candidate.workload, max(candidate.lengths)
     reserved, leaving, _ = block_slots(candidate, shape)
     count, at_once = reserved + leaving, shape.taken_at_once(attention_saved=True)
-    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    row_bytes = classes / workload.sequence_parallel_degree
+    classes = [
+        class_bytes_per_token(workload.model, own, element_bytes=workload.element_bytes)
+        for own in types
+    ]
+    row_bytes = np.array(classes).reshape(-1, len(CLASSES)) / workload.sequence_parallel_degree
     padding_bytes = shape.most_padding_bytes
     least_bytes = count * largest_kv_block(candidate) * bool(shape.layers)
-    joined_bytes = longest * row_bytes.max()
+    joined_bytes = longest * row_bytes.max(initial=0)
     own_bytes = queries_bytes(shape, np.array(candidate.lengths)).max()
 
     def bytes_of(placement: ActivationPlacement) -> float:
-        blocks = float((placement.offloaded @ row_bytes).max())
+        blocks = float((placement.offloaded @ row_bytes.T).max(initial=0))
         slots = count * (blocks + padding_bytes * (blocks > 0))
         retains, offloads, recomputes = (table > 0 for table in placement)
         joined = joined_bytes * _any_class(retains & offloads & ~recomputes)
@@ -105,7 +124,10 @@ def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 def tier_padding_bytes(candidate: Candidate) -> Table:
     """Return the upper bound of bytes that alignment adds to offloaded tensors, [stages]."""
-    each = block_layout(candidate, stage=0).most_padding_bytes
+    each = max(
+        block_layout(candidate, stage=stage).most_padding_bytes
+        for stage in range(candidate.num_stages)
+    )
     blocks = candidate.backward_layers * each
     most = max(own.stop - own.start for own in candidate.distinct_sequences)
     padding: Table = (blocks * walk_of(candidate).sequences_held * most).astype(np.float64)

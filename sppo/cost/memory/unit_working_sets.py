@@ -18,7 +18,6 @@ from sppo.activations.tensor_classes import (
     CLASSES,
     LINEAR,
     class_bytes_per_token,
-    tensor_bytes_per_token,
 )
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
@@ -144,7 +143,8 @@ def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
     None stands for the kind of all layers.
     """
     workload, kinds = candidate.workload, candidate.kinds_of_layers[stage]
-    if workload.trainable.is_everything and workload.model.windows == {None}:
+    alike = len({(own.type.routed, own.window) for own in kinds}) == 1
+    if workload.trainable.is_everything and alike:
         return (None,)
     return [kind for kind in kinds if kind.has_backward] or [*kinds]
 
@@ -166,10 +166,15 @@ def _with_joined(
     """Return the bytes of backwards with joined tensors, whose retained parts are freed, [N]."""
     layout, workload = block_layout(candidate, stage=stage), candidate.workload
     joined = joined_bytes(placement, layout, stage=stage)
-    sizes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     is_cut = (placement.retained[stage] > 0) & (placement.offloaded[stage] > 0)
-    parts = (placement.retained[stage] * is_cut) @ sizes / layout.shard_count
-    found: Table = np.maximum(joined, backward + np.maximum(0, joined - parts))
+    parts = [
+        (placement.retained[stage] * is_cut)
+        @ class_bytes_per_token(workload.model, own, element_bytes=workload.element_bytes)
+        / layout.shard_count
+        for own in layout.row_bytes
+    ]
+    freed = np.min(parts, axis=0) if parts else 0
+    found: Table = np.maximum(joined, backward + np.maximum(0, joined - freed))
     return found
 
 
@@ -177,8 +182,9 @@ def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
     """Return the layout of the packed blocks of one stage."""
     workload = candidate.workload
     return BlockLayout(
-        tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes),
+        workload.model,
         layers=candidate.layers_with_backward(stage),
+        element_bytes=workload.element_bytes,
         input_every=candidate.input_every,
         shard_count=workload.sequence_parallel_degree,
     )
@@ -188,7 +194,8 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
     """Return the bytes of tensors of each subsequence that backward joins from parts, [N].
 
     All layers that share a saved input count together: backward takes them at once, and the joined
-    tensors of a layer stay until its own backward ends. The input itself counts once. A partly
+    tensors of a layer stay until its own backward ends. They count as if they had the type of layer
+    whose tensors are largest. The input itself counts once. A partly
     recomputed tensor counts in the working set as if it were recomputed whole, except queries and
     keys, which are joined earlier and count here.
 
@@ -200,7 +207,12 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
     retains, offloads, recomputes = (table[stage] > 0 for table in placement)
     is_cut = (retains & offloads) | ((retains | offloads) & recomputes)
     tokens = placement.tokens
-    other, first = shape.layer_bytes(tokens[:, None] * (is_cut & ~recomputes))
+    rows = tokens[:, None] * (is_cut & ~recomputes)
+    other, first = np.max(
+        [np.zeros((2, len(rows)), np.int64)]
+        + [shape.layer_bytes(own, rows) for own in shape.row_bytes],
+        axis=0,
+    )
     shared = shape.taken_at_once(attention_saved=True)
     layers = np.where(recomputes[:, ATTENTION], 1, shared)
     sooner = (is_cut & recomputes)[:, LINEAR] * queries_bytes(shape, tokens)
@@ -210,5 +222,8 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
 
 def queries_bytes(shape: BlockLayout, tokens: Counts) -> Counts:
     """Return the bytes of saved queries, and of saved keys if any, of one layer, [N]."""
-    names = [name for name in ("q", "k") if name in shape.row_bytes]
-    return sum((shape.sharded_bytes(name, tokens) for name in names), start=np.zeros_like(tokens))
+    found = np.zeros_like(tokens)
+    for sizes in [*shape.row_bytes.values()][:1]:  # equal in layers of all types
+        for name in sizes.keys() & {"q", "k"}:
+            found += shape.sharded_bytes(sizes[name], tokens)
+    return found

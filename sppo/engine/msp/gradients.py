@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.elementwise import accumulation_dtype
+from sppo.kernels.grouped import accumulate_grouped_weight_gradient_
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.parallel.msp_exchange import MspExchange
 
@@ -56,6 +57,12 @@ class SharedGradients:
         weight = self._sum(name)
         accumulate_weight_gradient(weight, dy_CO, x_CI)
         self._send(name, weight)
+
+    def expert_products(self, name: str, *, dy_RO: Tensor, x_RI: Tensor, offsets_X: Tensor) -> None:
+        """Compute the gradients of stacked matrices; start to sum them at the owner."""
+        stacked = self._sum(name)
+        accumulate_grouped_weight_gradient_(stacked, dy_RO, x_RI, offsets_X)
+        self._send(name, stacked)
 
     def token_sum(self, name: str, *, dy_CO: Tensor) -> None:
         """Compute the gradient of a bias; start to sum it at the owner."""

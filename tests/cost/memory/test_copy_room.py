@@ -61,8 +61,7 @@ def plan(run):
 
 
 def shape_of(model, **options):
-    row_bytes = tensor_bytes_per_token(model, element_bytes=2)
-    return BlockLayout(row_bytes, layers=range(model.num_layers), **options)
+    return BlockLayout(model, layers=range(model.num_layers), element_bytes=2, **options)
 
 
 def blocks_of(shape, rows, *, attention_saved=True):
@@ -85,7 +84,7 @@ def test_tensors_are_packed_one_behind_the_other():
 def test_a_block_holds_the_rows_of_its_classes(rows, every, shard_count):
     model = run_of().model
     shape = shape_of(model, input_every=every, shard_count=shard_count)
-    sizes = tensor_bytes_per_token(model, element_bytes=2)
+    sizes = tensor_bytes_per_token(model, model.layer_type(0), element_bytes=2)
     found = blocks_of(shape, rows)
     assert len(found) == model.num_layers
     for layer, size in enumerate(found):
@@ -125,7 +124,7 @@ def test_what_is_cut_has_room_to_be_put_together(every):
     (stage,) = found.stages
     part, tokens = stage.subsequences[0], found.lengths[0]
     assert 0 < part.offloaded[LINEAR] < tokens
-    sizes = tensor_bytes_per_token(found.model, element_bytes=2)
+    sizes = tensor_bytes_per_token(found.model, found.model.layer_type(0), element_bytes=2)
     linear = tokens * (sum(sizes.values()) - sizes["x_in"] - sizes["o"] - sizes["lse"])
     shape = shape_of(found.model, input_every=every)
     at_once = min(every, found.model.num_layers)

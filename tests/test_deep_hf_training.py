@@ -1,0 +1,96 @@
+"""Train deep models of every family beside transformers, in every layout of the computation.
+
+Every kind of layer occurs at least twice, and windows are shorter than the sequence, so that they
+reach over cuts between subsequences, stages and ranks. The comparison is that of
+``tests/test_hf_training.py``.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.model.hf_models import FAMILIES
+from tests.test_hf_training import Case, check
+from tests.tiers import exhaustive
+
+pytest.importorskip("transformers")
+
+S, F = "sliding_attention", "full_attention"
+SIX = {"num_hidden_layers": 6}
+MOSTLY_SLIDING = {"use_sliding_window": True, "sliding_window": 9, "layer_types": [S, S, F] * 2}
+DEEP = {
+    "llama": SIX,
+    "qwen2": {**SIX, **MOSTLY_SLIDING},
+    "qwen3": {**SIX, **MOSTLY_SLIDING},
+    "mistral": SIX,
+    "gpt2": SIX,
+    "qwen2_moe": MOSTLY_SLIDING,
+    "qwen3_moe": MOSTLY_SLIDING,
+}
+"""Keys of config.json of families whose tiny models are not deep, or have no layers to mix."""
+
+DISK = {"activations.disk": "spill"}
+LOOPED = {"parallel.virtual_stages": 3, "parallel.schedule": "looped_bfs"}
+KEEP = {"activations.policy": "keep_attention"}
+STATE = {f"state.{part}": "disk" for part in ("weights", "gradients", "optimizer")}
+ISOLATED = {
+    "answers": True,
+    "documents": (5, 6, 29, 70, 100, 122, 140, 190, 230, 290),
+    "keys": {"data.isolate_documents": True},
+}
+TWO_A_STEP = {"sequences_per_step": 2, "cut": "flops"}
+LAYOUTS = {
+    "recomputed": {"policy": "recompute"},
+    "every second input": {"policy": "keep_attention", "keys": {"activations.input_every": 2}},
+    "offloaded": {"policy": "offload_all", "keys": {**DISK, "activations.debug": True}},
+    "partly offloaded": {"policy": "hybrid", "keys": {**DISK, "activations.offload_ratio": 0.6}},
+    "looped": {"keys": {**LOOPED, "activations.kv": "retain"}},
+    "looped, K/V recomputed": {"keys": {**LOOPED, **KEEP, "activations.kv": "recompute"}},
+    "looped, K/V offloaded": {"keys": {**LOOPED, **KEEP, **DISK, "activations.kv": "offload"}},
+    "looped, state offloaded": {"keys": {**LOOPED, **DISK, **STATE, "activations.kv": "retain"}},
+    "documents": {**ISOLATED, "cut": "flops", "policy": "keep_attention"},
+    "pipeline and Ulysses": {"shape": (1, 2, 2), "cut": "flops", "policy": "keep_attention"},
+    "pipeline and Ulysses, documents": {"shape": (1, 2, 2), "cut": "flops", **ISOLATED},
+    "looped pipeline": {"shape": (1, 2, 1), "keys": LOOPED},
+    "deferred weight gradients": {
+        "shape": (1, 2, 1),
+        "keys": {"parallel.schedule": "seq_zb_h1"},
+    },
+    "pieces of units": {
+        "shape": (1, 2, 2),
+        "cut": "even",
+        "keys": {"parallel.multiplexed": "on"},
+    },
+    "zero 3": {"shape": (2, 1, 1), **TWO_A_STEP, "keys": {"parallel.zero": 3}},
+    "zero 3 and Ulysses": {"shape": (1, 1, 2), "cut": "flops", "keys": {"parallel.zero": 3}},
+}
+"""What a case has beside its family: degrees, policy, and keys of the run file."""
+
+COVERING = ("qwen3",)
+"""Families that meet every layout in the default tier: windows."""
+
+
+def deep(family, **more):
+    return replace(Case(family, DEEP.get(family, {})), **more)
+
+
+def pairs():
+    """Every family in every layout; those that cover no more than others are exhaustive."""
+    for layout in LAYOUTS:
+        for family in FAMILIES:
+            pair = (family, layout)
+            yield pair if family in COVERING else exhaustive(pair)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_like_transformers(family, tmp_path):
+    check(deep(family), tmp_path)
+
+
+@pytest.mark.parametrize("pair", [*pairs()], ids=": ".join)
+def test_every_layout_trains_like_transformers(pair, ranks, tmp_path, monkeypatch):
+    family, layout = pair
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spill").mkdir()
+    check(deep(family, **LAYOUTS[layout]), tmp_path, ranks)
+    assert list((tmp_path / "spill").iterdir()) == []
