@@ -86,7 +86,7 @@ def _held_rows(candidate: Candidate) -> tuple[Table, Table, Table]:
 
 def _kept_rows(candidate: Candidate, window: int | None) -> Counts:
     """Return the rows of each subsequence that a layer keeps: those that later ones see, [N]."""
-    rows = np.array(candidate.lengths)
+    rows: Counts = np.array(candidate.lengths)
     if window is not None:
         rows = np.minimum(rows, window - 1)
         rows[_lasts(candidate)] = 0
@@ -101,8 +101,8 @@ def _gradient_rows(candidate: Candidate, window: int | None) -> Counts:
     lengths = np.array(candidate.lengths)
     if window is None:
         return lengths
-    begins = np.minimum(candidate.prefixes, window - 1)
-    rows = np.minimum(np.array(candidate.prefixes) + lengths, window - 1) - begins
+    prefixes = np.array(candidate.prefixes)
+    rows: Counts = np.minimum(prefixes + lengths, window - 1) - np.minimum(prefixes, window - 1)
     rows[_lasts(candidate)] = 0
     return rows
 
