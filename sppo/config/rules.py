@@ -330,7 +330,6 @@ def _decay_suits_schedule(run: RunConfig) -> Broken:
 
 
 _UNBUILT = {
-    "experts": None,
     "norm_placement": "pre",
     "norm_offset": False,
     "attention_scale": None,
