@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
-from sppo.config.model import Activation
+from sppo.config.model import GATED_ACTIVATIONS, Activation
 from sppo.config.optimizer import OptimizerConfig
 from sppo.cost.parameter_groups import UpdateRule
 from sppo.kernels import elementwise
@@ -80,7 +80,7 @@ def _rotary(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
 
 
 def _activation(kind: Activation) -> Maker:
-    if kind == "swiglu":
+    if kind in GATED_ACTIVATIONS:
         return _kernel(partial(elementwise.activation, kind=kind), tensors=2)
     return _kernel(partial(elementwise.activation, None, kind=kind), tensors=1)
 
@@ -91,7 +91,7 @@ def _activation_backward(kind: Activation) -> Maker:
     def make(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
         shape = _rows(operands.device, elements)
         dhidden, gate, up = (operands.zeros(*shape, dtype=dtype) for _ in range(3))
-        gates = gate if kind == "swiglu" else None
+        gates = gate if kind in GATED_ACTIVATIONS else None
         return lambda: elementwise.activation_backward_(dhidden, gates, up, kind=kind)
 
     return make
@@ -162,6 +162,7 @@ MAKERS: Mapping[str, Maker] = {
     "head_norm_backward": _kernel(_norm_backward, tensors=2, vectors=1, shape=_heads),
     "rotary": _rotary,
     "add": _kernel(Tensor.add_, tensors=2),
+    "scale": _kernel(lambda x: x.mul_(1.0), tensors=1),
     "copy": _kernel(Tensor.copy_, tensors=2),
     "narrow": _narrow,
     "save": _save,

@@ -14,7 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from sppo.activations.tensor_classes import CHOSEN, tensor_bytes_per_token
-from sppo.config.model import LayerType, ModelConfig
+from sppo.config.model import (
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    LayerType,
+    ModelConfig,
+)
 from sppo.cost.mlp_work import Work, mlp_work
 
 _ACCUMULATION_BYTES = 4
@@ -32,16 +37,15 @@ PASSES: Mapping[str, tuple[float, float]] = {
     "head_norm_backward": (3, 0),
     "rotary": (2, 0),
     "add": (3, 0),
+    "scale": (2, 0),
     "copy": (2, 0),
     "narrow": (1, 1),
     "save": (2, 0),
     "bias_gradient": (1, 0),
-    "swiglu": (3, 0),
-    "swiglu_backward": (6, 0),
-    "gelu": (2, 0),
-    "gelu_backward": (4, 0),
-    "gelu_tanh": (2, 0),
-    "gelu_tanh_backward": (4, 0),
+    **dict.fromkeys(GATED_ACTIVATIONS, (3, 0)),
+    **{f"{kind}_backward": (6, 0) for kind in GATED_ACTIVATIONS},
+    **dict.fromkeys(PLAIN_ACTIVATIONS, (2, 0)),
+    **{f"{kind}_backward": (4, 0) for kind in PLAIN_ACTIVATIONS},
     "loss_gradient": (3, 0),
     "adamw": (0, 11),
 }
@@ -49,16 +53,21 @@ PASSES: Mapping[str, tuple[float, float]] = {
 
 ``rmsnorm_add`` reads two tensors and writes their sum and the norm of the sum;
 ``rmsnorm_add_backward`` adds the residual's gradient to the norm's; ``layernorm_add`` and its
-backward count alike. ``swiglu_backward`` reads three tensors and writes three, since it also
-recomputes the output of ``swiglu``. ``loss_gradient`` reads a tile of logits twice, for the loss
-and for the gradient, which overwrites the logits. ``adamw`` covers all fp32 traffic of a parameter
-per step: the gradient is zeroed, read for the norm, read and written by clipping, and read by the
-update, which reads and writes the master and two moments. ``narrow`` writes weights whose dtype is
-smaller than that of their masters."""
+backward count alike. The backward of an activation with a gate reads three tensors and writes
+three, since it also recomputes the activation's output. ``loss_gradient`` reads a tile of logits
+twice, for the loss and for the gradient, which overwrites the logits. ``adamw`` covers all fp32
+traffic of a parameter per step: the gradient is zeroed, read for the norm, read and written by
+clipping, and read by the update, which reads and writes the master and two moments. ``narrow``
+writes weights whose dtype is smaller than that of their masters."""
 
 
-_BACKWARDS = {"head_norm": "head_norm_backward", "rotary": "rotary"}
+_BACKWARDS = {
+    "head_norm": "head_norm_backward",
+    "rmsnorm": "rmsnorm_backward",
+    "rotary": "rotary",
+}
 """Kernels of the gradients of kernels on queries and keys."""
+_QK_NORMS = {"head": "head_norm", "all": "rmsnorm"}
 
 
 def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
@@ -83,37 +92,63 @@ def layer_work(
         "linear_recompute", the recomputation of the linear class; and of "kv", the recomputation of
         K and V from the layer's input; without matrix products.
     """
-    e, norm = model.hidden_size, model.norm
-    mlp = mlp_work(model, layer_type, trained=trained)
+    e = model.hidden_size
     query, key = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
     between: list[str] = []  # kernels on queries and keys between their projection and attention
-    if model.qk_norm:
-        between.append("head_norm")
+    if model.qk_norm is not None:
+        between.append(_QK_NORMS[model.qk_norm])
     if layer_type.rope_theta is not None:
         between.append("rotary")
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     # Queries are saved before their norm, so backward recomputes its output.
     saved_plain = queries if model.qk_norm else []
-    kv = [(norm, e), *keys, *[("copy", key)] * 2]
-    backward = [(norm, e), (f"{norm}_add_backward", e)] * 2 + saved_plain
+    stream, mlp = _stream_work(model), mlp_work(model, layer_type, trained=trained)
+    kv = [*stream["input"], *keys, *[("copy", key)] * 2]
+    backward = [*stream["backward"], *mlp["backward"], *saved_plain]
     for width in (query, key):
         backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
     if element_bytes < _ACCUMULATION_BYTES:
         backward += [("narrow", key)] * 2
-    backward += mlp["backward"]
     widths = {"q": query, "k": key, "v": key, "o": e}
     backward += [
         ("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained
     ]
+    recompute = [*([] if model.qk_norm else queries), *stream["recompute"]]
+    recompute += mlp["linear_recompute"]
+    if model.norm_placement != "pre":  # of the output of the MLP
+        recompute += mlp["forward"]
     return {
-        "forward": [*kv, *queries, (f"{norm}_add", e), *mlp["forward"], ("add", e)],
+        "forward": [*kv, *queries, *stream["forward"], *mlp["forward"]],
         "backward": backward,
-        "linear_recompute": [
-            *([] if model.qk_norm else queries),
-            ("add", e),
-            *mlp["linear_recompute"],
-        ],
+        "linear_recompute": recompute,
         "kv": kv,
+    }
+
+
+def _stream_work(model: ModelConfig) -> Mapping[str, list[Work]]:
+    """Return the kernels on the residual stream, see :mod:`sppo.model.residual`.
+
+    Returns:
+        Kernels of the "input" of attention, of the rest of "forward", of "backward", and those that
+        "recompute" the stream in the middle of the layer.
+    """
+    e, norm = model.hidden_size, model.norm
+    norms_inputs, norms_outputs = (model.norm_placement in (one, "both") for one in ("pre", "post"))
+    scale = [("scale", e)] * (model.residual_scale != 1)
+    of_norm: Work = (norm, e)
+    normed_input, normed_output = ([of_norm] * has for has in (norms_inputs, norms_outputs))
+    term = [*normed_output, *scale]
+    middle = [*term, ("add", e)]
+    of_output = [*scale, *[(f"{norm}_backward", e)] * norms_outputs]
+    of_input = [(f"{norm}_add_backward" if norms_inputs else "add", e)]
+    backward = 2 * [*normed_input, *of_output, *of_input]
+    with_norm = [*term, (f"{norm}_add", e)] if norms_inputs else middle
+    return {
+        "input": normed_input,
+        "forward": [*with_norm, *middle],
+        # With post norms the outputs before their norms are saved, and not the stream.
+        "backward": backward + middle * norms_outputs,
+        "recompute": [] if norms_outputs else middle,
     }
 
 

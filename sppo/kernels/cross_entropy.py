@@ -4,8 +4,8 @@ At most one tile of logits exists, in the dtype of the activations: each tile is
 losses are computed, and its gradient replaces the logits and is propagated through the projection
 before the next tile starts.
 
-With logits z, the projection times a scale, of V tokens of the vocabulary, y the label and lse = log sum_v exp z_v, the loss of a
-token is
+With logits z of V tokens of the vocabulary, which are the projection times a scale, y the label and
+lse = log sum_v exp z_v, the loss of a token is
 
     lse - (1 - s) z_y - s mean_v(z_v) + c lse^2
 
@@ -122,8 +122,8 @@ def token_losses(
     """Return the loss of each row and whether its prediction is correct; overwrite the logits.
 
     Args:
-        logits_tV: Logits before their scale; with a scale of the loss overwritten by the gradient of ``scale * losses.sum()``,
-            else by anything.
+        logits_tV: Logits before their scale; with a scale of the loss overwritten by the gradient
+            of ``scale * losses.sum()``, else by anything.
         labels_t: Target of each row.
         scale: Factor of the loss in the gradient; None for no gradient.
         terms: Terms of the loss besides the cross entropy.

@@ -149,9 +149,7 @@ class ExpertMlp:
         dhidden = torch.empty_like(up)
         order.write_pairs(grouped_input_gradient(dy_RE, down_XEF, order.offsets_X), dhidden)
         hidden = elementwise.activation(gate, up, kind=self.model.mlp).mul_(dhidden)
-        dweights_Ck += hidden.unflatten(1, (weights_Ck.shape[1], -1)).sum(
-            -1, dtype=dweights_Ck.dtype
-        )
+        dweights_Ck += by_expert(hidden, weights_Ck).sum(-1, dtype=dweights_Ck.dtype)
         del hidden
         weigh_(dhidden, weights_Ck)
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
@@ -261,7 +259,7 @@ class ExpertOrder(NamedTuple):
         """Return the sum of the rows of each token, ``[C, E]``, always in the same order."""
         pairs_RE = torch.empty_like(x_RE)
         self.write_pairs(x_RE, pairs_RE)
-        return pairs_RE.unflatten(0, (-1, self.per_token)).sum(1)
+        return pairs_RE.view(-1, self.per_token, x_RE.shape[1]).sum(1)
 
     def give(self, gradients: GradientSink, name: str, dy_RO: Tensor, x_RI: Tensor) -> None:
         """Give the operands of the gradients of stacked matrices to a sink."""
@@ -315,7 +313,12 @@ class SharedMlp:
         return Projection("shared_switch", self.mlp.weights, self.mlp.adapter_scale)
 
 
-def weigh_(hidden: Tensor, weights_Ck: Tensor) -> Tensor:
-    """Multiply the vectors of each token's experts, side by side in a row, by their weights."""
-    hidden.unflatten(1, (weights_Ck.shape[1], -1)).mul_(weights_Ck.unsqueeze(-1))
-    return hidden
+def by_expert(x_CK: Tensor, weights_Ck: Tensor) -> Tensor:
+    """Return vectors of each token's experts that are side by side in a row, ``[C, k, F]``."""
+    return x_CK.view(*weights_Ck.shape, -1)
+
+
+def weigh_(hidden_CK: Tensor, weights_Ck: Tensor) -> Tensor:
+    """Multiply the vectors of each token's experts by their weights, in place."""
+    by_expert(hidden_CK, weights_Ck).mul_(weights_Ck.unsqueeze(-1))
+    return hidden_CK

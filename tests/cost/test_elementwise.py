@@ -23,7 +23,7 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.kernels import elementwise
-from sppo.model import gradients, layer
+from sppo.model import gradients, heads
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.retained import RetainedTensors
@@ -52,10 +52,12 @@ MODELS = {
     "gpt": GPT,
     "gpt, rotary, exact gelu": {**GPT, "position": "rotary", "mlp": "gelu"},
     "qwen2": {"qkv_bias": True},
+    "norms of outputs": {"norm_placement": "post", "residual_scale": 0.5},
+    "norms of both": {"norm_placement": "both", "norm": "layernorm", "mlp_bias": True},
 }
 CUTS = (0, 12, 20)
 # Work that no function of ours stands for: additions in place, and conversions.
-UNSEEN = {"add", "narrow", "loss_gradient", "adamw"}
+UNSEEN = {"add", "scale", "narrow", "loss_gradient", "adamw"}
 RATE = 1e9
 
 
@@ -79,7 +81,7 @@ def counted(monkeypatch):
         monkeypatch.setattr(where, name, watched)
 
     def norm(operands, suffix):
-        def kernel(*tensors, dresidual_CE=None, eps, with_parameters=True):
+        def kernel(*tensors, dresidual_CE=None, **_):
             x, bias = tensors[0], (*tensors, None)[operands + 1]
             added = "" if dresidual_CE is None else "_add"
             name = "rmsnorm" if bias is None else "layernorm"
@@ -96,8 +98,8 @@ def counted(monkeypatch):
         "activation_backward_",
         lambda d, gate, up, *, kind: (f"{kind}_backward", up.numel()),
     )
-    watch(layer, "rotate", lambda x, table: ("rotary", x.numel()))
-    watch(layer, "rotate_backward", lambda x, table: ("rotary", x.numel()))
+    watch(heads, "rotate", lambda x, table: ("rotary", x.numel()))
+    watch(heads, "rotate_backward", lambda x, table: ("rotary", x.numel()))
     watch(gradients, "accumulate_bias_gradient", lambda total, dy: ("bias_gradient", dy.numel()))
     watch(
         StoredKV,

@@ -1,7 +1,9 @@
 """Section ``model`` of a run file: the shape of a model, of its layers and experts, and presets."""
 
 from sppo.config.model.decoder import (
+    GATED_ACTIVATIONS,
     NOT_COMPUTED,
+    PLAIN_ACTIVATIONS,
     Activation,
     Family,
     ModelConfig,
@@ -12,7 +14,9 @@ from sppo.config.model.layer_type import LayerType
 from sppo.config.model.rope_scaling import RopeScaling
 
 __all__ = [
+    "GATED_ACTIVATIONS",
     "NOT_COMPUTED",
+    "PLAIN_ACTIVATIONS",
     "Activation",
     "Experts",
     "Family",

@@ -12,14 +12,38 @@ from sppo.config.model.experts import Experts
 from sppo.config.model.layer_type import LayerType
 from sppo.config.model.rope_scaling import RopeScaling
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gpt2",
+    "ministral",
+    "smollm3",
+    "seed_oss",
+    "phi3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
+    "glm4",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "glm4_moe",
+]
 Activation = Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
 
 _Entry = TypeVar("_Entry")
 Pattern = Annotated[tuple[_Entry, ...], Field(min_length=1, max_length=MOST_LAYERS)]
 """Properties of the first layers, repeated over all layers."""
 
-_GATED = ("swiglu", "swiglu_clamped", "geglu_tanh")
+GATED_ACTIVATIONS: tuple[Activation, ...] = ("swiglu", "swiglu_clamped", "geglu_tanh")
+"""Activations of an MLP that has a gate projection."""
+PLAIN_ACTIVATIONS: tuple[Activation, ...] = ("gelu", "gelu_tanh", "relu2")
+"""Activations of the up projection alone."""
 _FIRST_WINDOW = "sliding_window_first_layer"
 """Key of runs of earlier versions, in place of ``layer_types``."""
 
@@ -194,7 +218,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate projection in addition to the up projection."""
-        return self.mlp in _GATED
+        return self.mlp in GATED_ACTIVATIONS
 
     @property
     def windows(self) -> frozenset[int | None]:

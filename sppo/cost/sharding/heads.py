@@ -41,7 +41,7 @@ def tensor_shard(model: ModelConfig, *, degree: int) -> HeadShard:
     Raises:
         ValueError: Heads or the MLP cannot be sharded evenly, or a norm spans all heads.
     """
-    if model.qk_norm == "all":
+    if model.qk_norm == "all" and degree > 1:
         raise ValueError(
             "parallel.sequence_parallel=megatron: model.qk_norm=all norms q and k over all heads, "
             "of which each device has some; write parallel.sequence_parallel=ulysses"
