@@ -24,6 +24,7 @@ DEEP = {
     "qwen3": {**SIX, **MOSTLY_SLIDING},
     "mistral": SIX,
     "gpt2": SIX,
+    "smollm3": {"attention_bias": False},  # biases of k have no gradient where k is not rotated
     "qwen2_moe": MOSTLY_SLIDING,
     "qwen3_moe": MOSTLY_SLIDING,
 }
