@@ -135,7 +135,8 @@ def _stream_work(model: ModelConfig) -> Mapping[str, list[Work]]:
     e, norm = model.hidden_size, model.norm
     norms_inputs, norms_outputs = (model.norm_placement in (one, "both") for one in ("pre", "post"))
     scale = [("scale", e)] * (model.residual_scale != 1)
-    normed_input, normed_output = ([(norm, e)] * has for has in (norms_inputs, norms_outputs))
+    of_norm: Work = (norm, e)
+    normed_input, normed_output = ([of_norm] * has for has in (norms_inputs, norms_outputs))
     term = [*normed_output, *scale]
     middle = [*term, ("add", e)]
     of_output = [*scale, *[(f"{norm}_backward", e)] * norms_outputs]

@@ -36,7 +36,7 @@ def mlp_work(
     if layer_type.routed and model.experts is not None:
         return _expert_work(model, model.experts, trained=trained)
     backward = [(f"{model.mlp}_backward", model.mlp_size)]
-    widths = {"up": model.mlp_size, "down": model.hidden_size}
+    widths = {"gate": model.mlp_size, "up": model.mlp_size, "down": model.hidden_size}
     backward += _bias_gradients(widths, trained=trained)
     return {
         "forward": [(model.mlp, model.mlp_size)],
