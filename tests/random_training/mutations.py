@@ -18,9 +18,12 @@ from sppo.cost.trainable import is_factor
 from sppo.engine import engine, stage_providers
 from sppo.engine.attention import kv_store, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
+from sppo.kernels import elementwise
+from sppo.model import layer, rope
 from sppo.model.gradients import DeferredGradients
 from sppo.model.layer import Layer
 from sppo.model.projection import Projection
+from sppo.model.residual import Residual
 from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
@@ -234,6 +237,70 @@ def window_one_short() -> Iterator[None]:
 
 
 @contextmanager
+def window_off_by_one() -> Iterator[None]:
+    """A query of a sliding window sees one key more, in all passes alike."""
+    call = prefix_attention.PrefixAttention._call
+
+    def wider(self: Any, *arguments: Any) -> Any:
+        window = self.window and self.window + 1
+        return call(replace(self, window=window), *arguments)
+
+    with patch.object(prefix_attention.PrefixAttention, "_call", wider):
+        yield
+
+
+@contextmanager
+def sink_gradient_missing() -> Iterator[None]:
+    """Sinks take part in attention and get no gradient from it."""
+    gradient = layer.sink_gradient
+
+    def nothing(*arguments: Any) -> torch.Tensor:
+        return torch.zeros_like(gradient(*arguments))
+
+    with patch.object(layer, "sink_gradient", nothing):
+        yield
+
+
+@contextmanager
+def norm_offset_forgotten() -> Iterator[None]:
+    """The backward of a norm takes its weight for the factor, and not for an offset from one."""
+    backward = elementwise.norm_backward
+
+    def plain(*arguments: Any, offset: bool = False, **options: Any) -> Any:
+        return backward(*arguments, **options)
+
+    with patch.object(elementwise, "norm_backward", plain):
+        yield
+
+
+@contextmanager
+def one_rotation() -> Iterator[None]:
+    """Layers with a window rotate with the base of the others."""
+    table = rope.rotary_table
+
+    def of_full_layers(model: Any, layer_type: Any, *arguments: Any, **options: Any) -> Any:
+        scaled = model.rope_scaling is not None
+        full = layer_type._replace(rope_theta=model.rope_theta, rope_scaled=scaled)
+        return table(model, full, *arguments, **options)
+
+    with patch.object(rope, "rotary_table", of_full_layers):
+        yield
+
+
+@contextmanager
+def residual_scale_forgotten() -> Iterator[None]:
+    """The gradient of what a layer adds to the residual stream leaves the scale out."""
+    backward = Residual.term_backward
+
+    def unscaled(self: Residual, *arguments: Any) -> Any:
+        plain = self.model.model_copy(update={"residual_scale": 1.0})
+        return backward(replace(self, model=plain), *arguments)
+
+    with patch.object(Residual, "term_backward", unscaled):
+        yield
+
+
+@contextmanager
 def smoothing_forgotten() -> Iterator[None]:
     """The gradient of the loss leaves label smoothing out."""
     gradient = stage_providers.linear_cross_entropy_with_gradient
@@ -328,6 +395,11 @@ def _reduces(case: Case, *, after_each_use: bool) -> bool:
     return any((leg.zero >= 2) == after_each_use and leg.dp * leg.sp > 1 for leg in case.legs)
 
 
+def _has(case: Case, key: str) -> bool:
+    """Whether the model has a property that is null or false in most models."""
+    return bool(getattr(case.model.config(), key))
+
+
 def _has_adapter(case: Case, *, scaled: bool = False) -> bool:
     adapter = case.trainable.adapter
     return adapter is not None and (adapter.scale != 1.0 or not scaled)
@@ -365,6 +437,11 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (resumed_without_step, lambda case: len(case.legs) > 1),
         (weights_not_gathered, lambda case: case.num_ranks > 1),
         (window_one_short, lambda case: case.model.window is not None),
+        (window_off_by_one, lambda case: _has(case, "sliding_window")),
+        (sink_gradient_missing, lambda case: _has(case, "attention_sinks")),
+        (norm_offset_forgotten, lambda case: _has(case, "norm_offset")),
+        (one_rotation, lambda case: _has(case, "sliding_rope_theta")),
+        (residual_scale_forgotten, lambda case: case.model.config().residual_scale != 1),
         (smoothing_forgotten, lambda case: case.label_smoothing > 0),
         (scale_forgotten, lambda case: _has_adapter(case, scaled=True)),
         (recomputed_without_adapters, lambda case: _has_adapter(case) and _recomputes(case)),
