@@ -56,11 +56,11 @@ PASSES: Mapping[str, tuple[float, float]] = {
 ``rmsnorm_add`` reads two tensors and writes their sum and the norm of the sum;
 ``rmsnorm_add_backward`` adds the residual's gradient to the norm's; ``layernorm_add`` and its
 backward count alike. The backward of an activation with a gate reads three tensors and writes
-three, since it also recomputes the activation's output. ``loss_gradient`` reads a tile of logits twice, for the loss
-and for the gradient, which overwrites the logits. ``adamw`` covers all fp32 traffic of a parameter
-per step: the gradient is zeroed, read for the norm, read and written by clipping, and read by the
-update, which reads and writes the master and two moments. ``narrow`` writes weights whose dtype is
-smaller than that of their masters."""
+three, since it also recomputes the activation's output. ``loss_gradient`` reads a tile of logits
+twice, for the loss and for the gradient, which overwrites the logits. ``adamw`` covers all fp32
+traffic of a parameter per step: the gradient is zeroed, read for the norm, read and written by
+clipping, and read by the update, which reads and writes the master and two moments. ``narrow``
+writes weights whose dtype is smaller than that of their masters."""
 
 
 _BACKWARDS = {
@@ -94,7 +94,7 @@ def layer_work(
         "linear_recompute", the recomputation of the linear class; and of "kv", the recomputation of
         K and V from the layer's input; without matrix products.
     """
-    e, norm = model.hidden_size, model.norm
+    e = model.hidden_size
     query, key = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
     between: list[str] = []  # kernels on queries and keys between their projection and attention
     if model.qk_norm is not None:

@@ -38,11 +38,11 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     norm_inputs = s.query_bytes + s.key_bytes if s.model.qk_norm else 0
     queries = 0 if LINEAR in recomputed else norm_inputs or s.query_bytes
     outputs = 0 if ATTENTION in recomputed else s.query_bytes + s.lse_bytes
-    to_save = (queries + s.hidden_bytes + s.gates_bytes) * (LINEAR in s.retained)
+    to_save = (queries + s.hidden_bytes + s.gates_bytes + s.output_bytes) * (LINEAR in s.retained)
     to_save += outputs * (ATTENTION in s.retained)
     base = s.rotary_bytes + s.hidden_bytes * (X_IN not in s.retained) - to_save
     inputs = s.query_bytes + 2 * s.key_bytes
-    projected = s.hidden_bytes + inputs + s.adapter_bytes("v") + product_bytes(s)
+    projected = s.normed_bytes + inputs + s.adapter_bytes("v") + product_bytes(s)
     yield "projections", base + projected
     normed = s.query_bytes if s.model.qk_norm else 0
     turned = inputs + s.query_bytes + normed + tiles_bytes(s, 2, width=s.model.hidden_size)
@@ -50,9 +50,10 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     base_attention = base + inputs + (queries if s.model.qk_norm else 0)
     for name, live in _attention(s).attention_forward(s):
         yield f"attention forward, {name}", base_attention + live
-    base += queries + outputs + s.hidden_bytes  # x_mid
+    # x_mid, and with norms of outputs the saved output of attention.
+    base += queries + outputs + s.hidden_bytes + s.output_bytes * (LINEAR not in recomputed)
     of_inputs = s.adapter_bytes("gate" if s.model.gated else "up") + product_bytes(s)
-    yield "MLP inputs", base + s.hidden_bytes + s.gates_bytes + of_inputs
+    yield "MLP inputs", base + s.normed_bytes + s.gates_bytes + of_inputs
     of_output = s.hidden_bytes + s.adapter_bytes("down") + product_bytes(s)
     yield "MLP output", base + s.gates_bytes + s.mlp_bytes + of_output
 
@@ -63,8 +64,9 @@ def layer_backward(
     """Yield the live sets of a layer's backward."""
     own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
     interval = 1 if own_attention else min(input_every, layers)
-    below = s.hidden_bytes + (s.hidden_bytes + s.gates_bytes if own_linear else 0)
-    base = s.rotary_bytes + (interval - 1) * below + s.hidden_bytes  # n1
+    linear = s.hidden_bytes + s.gates_bytes + s.output_bytes
+    below = s.hidden_bytes + linear * own_linear
+    base = s.rotary_bytes + (interval - 1) * below + s.normed_bytes  # n1
     # Gradient from the layer above: the last layer's is saved, and another's takes the place of the
     # freed input of the layer above.
     if layers > interval and X_IN not in s.freed:
@@ -79,8 +81,12 @@ def layer_backward(
         for name, live in _attention(s).attention_forward(s):
             yield f"attention recomputed, {name}", base + queries + live
     base += queries + (s.query_bytes + s.lse_bytes if own_attention else 0)
-    inner = s.hidden_bytes + s.mlp_bytes  # n2, dhidden
+    inner = s.normed_bytes + s.mlp_bytes  # n2, dhidden
     inner += s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
+    # With norms of outputs: x_mid beside the output of attention, and the gradient of the MLP's
+    # output, whose own memory is free.
+    inner += 2 * s.output_bytes
+    base -= s.output_bytes * (LINEAR in s.freed)
     tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element_bytes // ACCUMULATION_BYTES
     down, up, gate = map(s.adapter_bytes, ("down", "up", "gate"))
     yield "activation backward", base + inner + tiles + down

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.layer_kinds import LayerKind, layer_kinds
+from sppo.cost.layer_kinds import LayerKind, layer_kinds, num_rotations
 from sppo.cost.trainable import LORA_A
 
 LiveSet = tuple[str, int]
@@ -71,6 +71,11 @@ class TensorSizes:
         compute, accumulation = tokens * element_bytes, tokens * ACCUMULATION_BYTES
         self.hidden_bytes = self.pooled(compute * model.hidden_size)
         """Bytes of a hidden state: x_in, n1, x_mid, n2, y, or a gradient of one of them."""
+        self.normed_bytes = self.hidden_bytes * _has_normed_inputs(workload)
+        """Bytes of n1, or n2; 0 if projections read the residual stream itself."""
+        self.output_bytes = self.hidden_bytes * (model.norm_placement != "pre")
+        """Bytes of the output of attention, or of the MLP, beside the stream that its norm is
+        added to; 0 without a norm of outputs, as the sum takes the place of the output."""
         self.query_bytes = self.pooled(compute * model.num_heads * model.head_dim)
         """Bytes of q, o, or a gradient of one of them."""
         self.fp32_query_bytes = self.pooled(accumulation * model.num_heads * model.head_dim)
@@ -85,9 +90,9 @@ class TensorSizes:
         """Bytes of gate, up, the activation's output, or a gradient of one of them."""
         self.gates_bytes = (2 if model.gated else 1) * self.mlp_bytes
         """Bytes of the inputs of the MLP's activation: gate and up, or up alone."""
-        has_table = model.position == "rotary"
-        self.rotary_bytes = 2 * self.pooled(accumulation * model.head_dim // 2) * has_table
-        """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
+        self.rotary_bytes = 2 * self.pooled(accumulation * model.rotary_size // 2)
+        self.rotary_bytes *= num_rotations(model, workload.trainable)
+        """Bytes of the rotary cosines and sines of the subsequence, for each rotation of layers."""
 
         self.kind = kind or layer_kinds(model, workload.trainable)[-1]
         """Adapters of the layer, and what trains in it."""
@@ -113,3 +118,11 @@ class TensorSizes:
     def lse_bytes_of(self, rows: int) -> int:
         """Return the bytes of the lse of some rows in attention."""
         return self.pooled(rows * self.heads * ACCUMULATION_BYTES)
+
+
+def _has_normed_inputs(workload: Workload) -> bool:
+    """Return whether the inputs of projections have memory beside that of the residual stream.
+
+    They are norms of it, or with sharded weights (Megatron) its tokens gathered.
+    """
+    return workload.model.norm_placement != "post" or workload.sequence_parallel == "megatron"
