@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from sppo.activations.tensor_classes import CHOSEN, mlp_widths, tensor_bytes_per_token
+from sppo.activations.tensor_classes import CHOSEN, tensor_bytes_per_token
 from sppo.config.model import (
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
     LayerType,
     ModelConfig,
 )
+from sppo.cost.mlp_work import Work, mlp_work
 
 _ACCUMULATION_BYTES = 4
-
-Work = tuple[str, int]
-"""Name of an element-wise kernel, and elements of every token that a call works on."""
 
 PASSES: Mapping[str, tuple[float, float]] = {
     "rmsnorm": (2, 0),
@@ -104,19 +102,19 @@ def layer_work(
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     # Queries are saved before their norm, so backward recomputes its output.
     saved_plain = queries if model.qk_norm else []
-    stream, mlp = _stream_work(model), _mlp_work(model, layer_type)
+    stream, mlp = _stream_work(model), mlp_work(model, layer_type, trained=trained)
     kv = [*stream["input"], *keys, *[("copy", key)] * 2]
     backward = [*stream["backward"], *mlp["backward"], *saved_plain]
     for width in (query, key):
         backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
     if element_bytes < _ACCUMULATION_BYTES:
         backward += [("narrow", key)] * 2
-    widths = {"q": query, "k": key, "v": key, "o": e, "down": e}
-    widths |= mlp_widths(model, layer_type)
+    widths = {"q": query, "k": key, "v": key, "o": e}
     backward += [
         ("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained
     ]
     recompute = [*([] if model.qk_norm else queries), *stream["recompute"]]
+    recompute += mlp["linear_recompute"]
     if model.norm_placement != "pre":  # of the output of the MLP
         recompute += mlp["forward"]
     return {
@@ -137,7 +135,8 @@ def _stream_work(model: ModelConfig) -> Mapping[str, list[Work]]:
     e, norm = model.hidden_size, model.norm
     norms_inputs, norms_outputs = (model.norm_placement in (one, "both") for one in ("pre", "post"))
     scale = [("scale", e)] * (model.residual_scale != 1)
-    normed_input, normed_output = ([(norm, e)] * has for has in (norms_inputs, norms_outputs))
+    of_norm: Work = (norm, e)
+    normed_input, normed_output = ([of_norm] * has for has in (norms_inputs, norms_outputs))
     term = [*normed_output, *scale]
     middle = [*term, ("add", e)]
     of_output = [*scale, *[(f"{norm}_backward", e)] * norms_outputs]
@@ -150,16 +149,6 @@ def _stream_work(model: ModelConfig) -> Mapping[str, list[Work]]:
         # With post norms the outputs before their norms are saved, and not the stream.
         "backward": backward + middle * norms_outputs,
         "recompute": [] if norms_outputs else middle,
-    }
-
-
-def _mlp_work(model: ModelConfig, layer_type: LayerType) -> Mapping[str, list[Work]]:
-    """Return the kernels of a layer's MLP in "forward" and in "backward"."""
-    widths = mlp_widths(model, layer_type)
-    up = [width for name, width in widths.items() if name.endswith("up")]
-    return {
-        "forward": [(model.mlp, width) for width in up],
-        "backward": [(f"{model.mlp}_backward", width) for width in up],
     }
 
 

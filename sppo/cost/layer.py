@@ -27,9 +27,10 @@ import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import LayerType, ModelConfig
-from sppo.cost.elementwise import Work, bytes_per_element, layer_work, saving_work
+from sppo.cost.elementwise import bytes_per_element, layer_work, saving_work
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
+from sppo.cost.mlp_work import Work
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape
 from sppo.cost.tiles import tile_tokens
@@ -43,7 +44,7 @@ from sppo.cost.trainable import (
     trains_head,
 )
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.rates import Floats, Product
+from sppo.hardware.rates import BLOCK_TOKENS, Floats, Product
 from sppo.schedule.costs import Table
 
 Mechanism = Literal["ulysses", "megatron"]
@@ -414,7 +415,9 @@ def _expert_products(
 ) -> Floats:
     """Return the seconds of the products of all experts of a layer, [subsequences].
 
-    Each expert is priced with the same number of rows, C k / X.
+    Each expert is priced with the same number of rows, C k / X. One kernel multiplies the rows of
+    all experts, so these fill a GPU together, but the last tile of each expert is half empty on
+    average. Where experts are multiplied one after another, each is a product of its own.
 
     Args:
         workload: Model, machine, precision.
@@ -425,20 +428,30 @@ def _expert_products(
     device, experts = workload.hardware.device, workload.model.experts
     assert experts is not None, "a layer has stacked weights"
     rows, width = tokens * experts.per_token / experts.count, sqrt(prod(stacked[1:]))
-    rate = device.gemm_flops_per_s(workload.dtype, tokens=rows, width=width, product=product)
+    together = rows * experts.count if _multiplies_experts_at_once(workload) else rows
+    rate = device.gemm_flops_per_s(workload.dtype, tokens=together, width=width, product=product)
+    if _multiplies_experts_at_once(workload):
+        rate = rate * rows / (rows + BLOCK_TOKENS / 2)
     seconds: Floats = 2 * prod(stacked) * rows / rate
     read = 0 if product == "weight" else prod(stacked) * workload.element_bytes
     return np.maximum(seconds, read / device.memory_bytes_per_s)
 
 
+def _multiplies_experts_at_once(workload: Workload) -> bool:
+    """Return whether one kernel multiplies all experts, as in :mod:`sppo.kernels.grouped`."""
+    return workload.hardware.device.kind == "cuda" and workload.dtype == "bf16"
+
+
 def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:
     """Return the seconds per subsequence of adding weight gradients to their fp32 sums.
 
-    Zero if products were measured: the measured time of a weight gradient includes the addition.
+    If products were measured, only those of experts that are multiplied at once count: the measured
+    time of a weight gradient includes the addition.
     """
     device = workload.hardware.device
     if device.measured_gemm(workload.dtype):
-        return 0.0
+        at_once = _multiplies_experts_at_once(workload)
+        matrices = tuple(own for own in matrices if at_once and is_stacked(own[1]))
     return elements(matrices) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
 
 

@@ -19,10 +19,10 @@ Shape = tuple[int, ...]
 
 KEYS = ("k", "v")
 """Projections that Megatron shards by key/value heads, of which there may be fewer than devices."""
-ROWS = ("q", *KEYS, "gate", "up")
+ROWS = ("q", *KEYS, "sinks", "gate", "up")
 COLUMNS = ("o", "down")
 """Projections that Megatron shards by columns; one device holds the bias, which is added to the
-group's sum. `ROWS` are sharded by rows, including their biases."""
+group's sum. `ROWS` are sharded by rows, including their biases, and sinks by heads."""
 
 _PLACEMENTS = ("pre", "post")
 _KINDS = {
@@ -116,6 +116,22 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def _of_layer(model: ModelConfig, index: int) -> dict[str, Shape]:
     return {f"layers.{index}.{name}": shape for name, shape in layer_shapes(model, index).items()}
+
+
+def choice_bias(layer: int) -> str:
+    """Return the global name of the buffer with the biases by which a layer's experts are chosen.
+
+    It is no parameter: it has no gradient, is in fp32 in every run, and all ranks hold it.
+    """
+    return f"layers.{layer}.router.choice_bias"
+
+
+def choice_bias_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of the biases by which experts are chosen, by global name."""
+    if model.experts is None or not model.experts.choice_bias:
+        return {}
+    routed = (layer for layer in range(model.num_layers) if model.layer_type(layer).routed)
+    return {choice_bias(layer): (model.experts.count,) for layer in routed}
 
 
 def num_parameters(model: ModelConfig) -> int:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
 from sppo.config.model import ModelConfig
+from sppo.config.routing import NO_ROUTING_LOSSES, RoutingConfig
 from sppo.cost.candidate import stages_without_backward
 from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor
+from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.label_losses import LabelLosses
 from sppo.engine.msp.providers import ShardProviders
 from sppo.engine.pipeline import ALONE, Pipeline
@@ -73,6 +75,9 @@ class StepResult:
     executed: Trace
     losses: tuple[LabelLosses, ...]
     """Losses of the labels of each sequence that this rank computed."""
+    expert_loads: Mapping[int, Tensor]
+    """Number of this rank's tokens that chose each expert, int64 ``[X]``, of the layers that have a
+    backward, by layer; a rank may have layers of other ranks by MSP shards."""
 
     @property
     def trace(self) -> tuple[ExecutedAction, ...]:
@@ -116,6 +121,8 @@ class Engine:
         offloaded: Store for offloaded tensors of this rank; closed with the engine.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         trainable: Adapters, and parameters that train.
+        routing: Losses of the routers of experts.
+        choice_biases: Biases by which experts are chosen, by global name, fp32; read in every step.
         stopwatch: Clock of the actions; None uses the host's clock.
         debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
             a sequence, saved tensors on the stack of a lone stage.
@@ -136,6 +143,8 @@ class Engine:
         offloaded: BlockStore | None = None,
         loss_terms: LossTerms = CROSS_ENTROPY,
         trainable: Trainable = EVERYTHING,
+        routing: RoutingConfig = NO_ROUTING_LOSSES,
+        choice_biases: Mapping[str, Tensor] | None = None,
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
     ) -> None:
@@ -171,16 +180,25 @@ class Engine:
         exchange = pipeline.exchange
         if isinstance(exchange, MegatronSequenceParallel):
             model = exchange.sharding.own_model
+        heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
         self._kv = KVStore(
             model,
             dtype=weights.dtype,
             device=weights.device,
-            heads=exchange.shard.keys if isinstance(exchange, UlyssesAllToAll) else None,
+            heads=None if heads is None else heads.shard.keys,
             sent=pipeline.msp_links is not None,
             poison=debug,
         )
+        self._loads = ExpertLoads(model, weights.dtype, routing, choice_biases or {}, heads)
         self._whole = StageProviders(
-            model, weights, gradients, self._store, self._kv, loss_terms, trainable=trainable
+            model,
+            weights,
+            gradients,
+            self._store,
+            self._kv,
+            loss_terms,
+            self._loads,
+            trainable=trainable,
         )
         stage = partial(Stage, self._model, exchange=exchange)
         self._stages = {
@@ -201,6 +219,7 @@ class Engine:
         boundaries: Sequence[Sequence[int]],
         *,
         num_valid: int | None = None,
+        num_tokens: int | None = None,
         planned: PlannedStep | None = None,
         before_action: Callable[[int, Action], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
@@ -214,6 +233,8 @@ class Engine:
                 pass all of them.
             boundaries: Boundaries of the subsequences of each sequence, from 0 to its length.
             num_valid: Number of valid labels of all replicas; None if this replica is the only one.
+            num_tokens: Number of tokens of all replicas, by which losses of routers are averaged;
+                None if this replica is the only one.
             planned: Program and placements made for these sequences; None if all steps are alike.
             before_action: Called with the position and the action before each action; an error
                 that it raises ends the step.
@@ -233,6 +254,9 @@ class Engine:
             check_step(self._model, sequences, boundaries, num_valid=num_valid, device=self._device)
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
+        if num_tokens is None:
+            num_tokens = sum(len(data.tokens_S) for data in sequences)
+        self._loads.begin(num_tokens=num_tokens if num_valid else 0)
         units, trace = self._run(
             sequences,
             boundaries,
@@ -249,6 +273,7 @@ class Engine:
             schedule=units.schedule,
             executed=trace,
             losses=self._take_losses(units),
+            expert_loads=self._loads.take(),
         )
 
     def evaluate(self, data: SequenceData, boundaries: Sequence[int]) -> Tensor:

@@ -186,6 +186,8 @@ class Stage:
             with self._layer(unit, index, rotary, saves_kv=saves) as layer:
                 x, saved = layer.forward(x, keep=frozenset(offloaded | retained))
             if saves:
+                if "chosen" in saved:
+                    self._providers.loads.add(unit, index, saved["chosen"])
                 self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
         if unit.span.end == unit.span.length:
@@ -215,6 +217,8 @@ class Stage:
             Gradient of the input ``[C, E]``; None on the first stage with a backward.
         """
         self._providers.begin(unit, self._with_backward[::-1], forward=False)
+        if unit.span.end == unit.span.length:
+            self._providers.loads.complete(unit, self._with_backward)
         dx = self._providers.take_loss_gradient(unit) if dy_CE is None else dy_CE
         del dy_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
@@ -235,6 +239,7 @@ class Stage:
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
             self._kv.release(unit.sequence, layers=self._with_backward)
+            self._providers.loads.release(unit, self._with_backward)
         if not self._trains_below:
             return None
         if not self.is_first:
@@ -316,6 +321,7 @@ class Stage:
             "activations": self.store.num_entries,
             "sequences in the KV store": self._kv.num_sequences,
             "weight gradients": len(self._deferred),
+            "sequences with loads of experts": self._providers.loads.num_sequences,
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
 
@@ -352,10 +358,12 @@ class Stage:
                 self._heads,
                 window=self.model.layer_type(index).window,
                 document_starts=unit.span.document_starts,
+                scale=self.model.attention_scale,
                 offload=offload,
             )
             table = rotary.of_layer(index)
-            yield Layer(self.model, weights, table, attention, tokens, self._adapter_scale)
+            routing = self._providers.loads.terms(unit, index)
+            yield Layer(self.model, weights, table, attention, tokens, self._adapter_scale, routing)
 
 
 def cut(

@@ -22,6 +22,7 @@ from sppo.activations.activation_layout import ActivationKey
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.attention.kv_store import KVStore, StoredKV
+from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import PartProvider, WeightProvider, visit
 from sppo.engine.unit import Unit
@@ -50,6 +51,7 @@ class StageProviders:
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         results: Unscaled losses and correctness, ``[L]`` each, of the units that were computed.
         trainable: Parameters that train; `gradients` has buffers of no others.
+        loads: Loads of the experts, and the terms of their routers.
     """
 
     model: ModelConfig
@@ -58,6 +60,7 @@ class StageProviders:
     saved: BlockStore
     kv_store: KVStore
     loss_terms: LossTerms
+    loads: ExpertLoads
     results: dict[UnitKey, tuple[Tensor, Tensor]] = field(default_factory=dict)
     trainable: Trainable = EVERYTHING
 
@@ -65,6 +68,9 @@ class StageProviders:
         self.weights: PartProvider = self.own_weights
         """Provider of the weights of the layers."""
         self._head = "embed.weight" if self.model.tie_embeddings else "head.weight"
+        scale = torch.tensor(self.model.embedding_scale, dtype=self.own_weights.dtype)
+        self._embedding_scale = scale.item()
+        """Factor of the embedding, rounded as Gemma's models round it."""
 
     def begin(self, unit: Unit, layers: Sequence[int], *, forward: bool) -> None:
         """Prepare for a pass of ``unit`` through ``layers``, in this order.
@@ -87,6 +93,8 @@ class StageProviders:
         """Return the input of the first layer, ``[C, E]``."""
         with visit(self.own_weights, "embedding") as weights:
             x = functional.embedding(unit.tokens_C, weights["embed.weight"])
+            if self._embedding_scale != 1:
+                x.mul_(self._embedding_scale)
             if self.model.position == "learned":
                 x = x + functional.embedding(unit.positions_C, weights["positions.weight"])
         return x
@@ -95,12 +103,13 @@ class StageProviders:
         """Add the gradients of the embedding, given the gradient of the first layer's input."""
         assert self.gradients is not None, "training needs gradient buffers"
         with gradients_of(self.gradients, "embedding") as totals:
-            for name, rows_C in (
-                ("embed.weight", unit.tokens_C),
-                ("positions.weight", unit.positions_C),
+            for name, rows_C, scale in (
+                ("embed.weight", unit.tokens_C, self._embedding_scale),
+                ("positions.weight", unit.positions_C, 1.0),
             ):
                 if name in totals:
-                    totals[name].index_add_(0, rows_C, dx_CE.to(totals[name].dtype))
+                    dx = dx_CE.to(totals[name].dtype)
+                    totals[name].index_add_(0, rows_C, dx, alpha=scale)
 
     def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
         """Compute the losses of a unit; in training, save the gradient of ``x_CE``, too.
@@ -113,7 +122,12 @@ class StageProviders:
         with visit(self.own_weights, "head") as weights:
             if loss_scale is None:
                 hidden = norm(self.model, "final_norm", _counting(unit, x_CE), weights)
-                results = linear_cross_entropy(hidden, weights[self._head], unit.labels.labels_L)
+                results = linear_cross_entropy(
+                    hidden,
+                    weights[self._head],
+                    unit.labels.labels_L,
+                    logits_scale=self.model.logits_scale,
+                )
             else:
                 results = self._loss_and_gradient(unit, x_CE, weights, loss_scale)
         self.results[unit.key] = results
@@ -140,6 +154,7 @@ class StageProviders:
                 scale=loss_scale,
                 dweight_VE=totals.get(self._head),
                 terms=self.loss_terms,
+                logits_scale=self.model.logits_scale,
             )
             del hidden_LE
             x_LE, sink = _counting(unit, x_CE), GradientSum(totals)

@@ -4,8 +4,8 @@ At most one tile of logits exists, in the dtype of the activations: each tile is
 losses are computed, and its gradient replaces the logits and is propagated through the projection
 before the next tile starts.
 
-With logits z of V tokens of the vocabulary, y the label and lse = log sum_v exp z_v, the loss of a
-token is
+With logits z of V tokens of the vocabulary, which are the projection times a scale, y the label and
+lse = log sum_v exp z_v, the loss of a token is
 
     lse - (1 - s) z_y - s mean_v(z_v) + c lse^2
 
@@ -55,13 +55,16 @@ def linear_cross_entropy(
     labels_L: Tensor,
     *,
     terms: LossTerms = CROSS_ENTROPY,
+    logits_scale: float = 1.0,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (loss of each token in fp32 or better, whether its prediction is correct), ``[L]``."""
     losses_L, correct_L = _results_of(hidden_LE)
     for rows in _tiles(hidden_LE, weight_VE, tile_bytes):
         logits_tV = linear(hidden_LE[rows], weight_VE)
-        losses_L[rows], correct_L[rows] = token_losses(logits_tV, labels_L[rows], terms=terms)
+        losses_L[rows], correct_L[rows] = token_losses(
+            logits_tV, labels_L[rows], terms=terms, logits_scale=logits_scale
+        )
         del logits_tV  # before the next tile is made
     return losses_L, correct_L
 
@@ -74,6 +77,7 @@ def linear_cross_entropy_with_gradient(
     scale: float,
     dweight_VE: Tensor | None,
     terms: LossTerms = CROSS_ENTROPY,
+    logits_scale: float = 1.0,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute losses and the input gradient of ``scale * losses.sum()``; add to ``dweight_VE``.
@@ -86,6 +90,7 @@ def linear_cross_entropy_with_gradient(
         dweight_VE: fp32 (float64) accumulator of the weight gradient, added to in place; None if
             the weight is frozen.
         terms: Terms of the loss besides the cross entropy.
+        logits_scale: Factor of the logits.
         tile_bytes: Upper bound of the bytes of one tile of logits; None for the device's default.
 
     Returns:
@@ -97,7 +102,7 @@ def linear_cross_entropy_with_gradient(
         hidden_tE = hidden_LE[rows]
         logits_tV = linear(hidden_tE, weight_VE)
         losses_L[rows], correct_L[rows] = token_losses(
-            logits_tV, labels_L[rows], scale=scale, terms=terms
+            logits_tV, labels_L[rows], scale=scale, terms=terms, logits_scale=logits_scale
         )
         input_gradient(logits_tV, weight_VE, into_CI=dhidden_LE[rows])
         if dweight_VE is not None:
@@ -112,15 +117,17 @@ def token_losses(
     *,
     scale: float | None = None,
     terms: LossTerms = CROSS_ENTROPY,
+    logits_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each row and whether its prediction is correct; overwrite the logits.
 
     Args:
-        logits_tV: Logits; with a scale overwritten by the gradient of ``scale * losses.sum()``,
-            else by anything.
+        logits_tV: Logits before their scale; with a scale of the loss overwritten by the gradient
+            of ``scale * losses.sum()``, else by anything.
         labels_t: Target of each row.
         scale: Factor of the loss in the gradient; None for no gradient.
         terms: Terms of the loss besides the cross entropy.
+        logits_scale: Factor of the logits.
 
     Returns:
         (losses ``[t]`` in fp32 or better, unscaled; correct predictions, bool ``[t]``).
@@ -128,15 +135,23 @@ def token_losses(
     if fused(logits_tV):
         from sppo.kernels.triton.cross_entropy import cross_entropy
 
-        return cross_entropy(logits_tV, labels_t, scale=scale, **asdict(terms))
+        return cross_entropy(
+            logits_tV, labels_t, scale=scale, logits_scale=logits_scale, **asdict(terms)
+        )
     losses_t, correct_t = _results_of(logits_tV)
     for rows in row_tiles(logits_tV):
-        losses_t[rows], correct_t[rows] = _row_losses(logits_tV[rows], labels_t[rows], scale, terms)
+        losses_t[rows], correct_t[rows] = _row_losses(
+            logits_tV[rows], labels_t[rows], scale, terms, logits_scale
+        )
     return losses_t, correct_t
 
 
 def _row_losses(
-    logits_rV: Tensor, labels_r: Tensor, scale: float | None, terms: LossTerms
+    logits_rV: Tensor,
+    labels_r: Tensor,
+    scale: float | None,
+    terms: LossTerms,
+    logits_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`token_losses` of a tile of rows; temporaries are freed on return.
 
@@ -144,6 +159,8 @@ def _row_losses(
     """
     smoothing, z_loss, label_r1 = terms.label_smoothing, terms.z_loss, labels_r.unsqueeze(1)
     rows_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
+    if logits_scale != 1:
+        rows_rV.mul_(logits_scale)
     wanted_r, top_r = rows_rV.gather(1, label_r1).squeeze(1), rows_rV.amax(1)
     correct_r = wanted_r == top_r
     wanted_r.mul_(1 - smoothing)
@@ -156,7 +173,7 @@ def _row_losses(
     if z_loss:
         losses_r += z_loss * lse_r.square()
     if scale is not None:
-        scale_r = torch.full_like(sum_r, scale)
+        scale_r = torch.full_like(sum_r, scale * logits_scale)
         rows_rV.mul_((scale_r * (1 + 2 * z_loss * lse_r) / sum_r).unsqueeze(1))
         if smoothing:
             rows_rV.sub_((scale_r * (smoothing / rows_rV.shape[1])).unsqueeze(1))

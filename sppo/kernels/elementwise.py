@@ -25,49 +25,76 @@ from sppo.config.model import Activation
 from sppo.kernels.fused import fused, fused_in_place
 from sppo.kernels.row_tiles import row_tiles
 
+CLAMP = 7.0
+"""Largest gate, and largest magnitude of up, of the activation swiglu_clamped (gpt-oss)."""
+CLAMPED_SLOPE = 1.702
+"""Factor inside the sigmoid of swiglu_clamped, with which ``x sigmoid(1.702 x)`` is near gelu."""
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums over values of ``dtype``: fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None = None, *, eps: float) -> Tensor:
+def norm(
+    x_CE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    eps: float,
+    offset: bool = False,
+) -> Tensor:
     """Return the norm of ``x`` over the last dimension, in x's dtype: LayerNorm if there is a bias.
 
-    RMSNorm is ``x / rms(x) * weight``, LayerNorm ``(x - mean) / std * weight + bias``.
+    RMSNorm is ``x / rms(x) * weight``, LayerNorm ``(x - mean) / std * weight + bias``. With
+    ``offset``, RMSNorm is ``x / rms(x) * (1 + weight)`` in fp32, rounded once.
     """
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
-        return norms.norm(x_CE, weight_E, bias_E, eps=eps)
+        return norms.norm(x_CE, weight_E, bias_E, eps=eps, offset=offset)
     if bias_E is not None:
         return functional.layer_norm(x_CE, (x_CE.shape[-1],), weight_E, bias_E, eps)
     normed = torch.empty_like(x_CE)
     for rows in row_tiles(x_CE):
-        _norm_tile(x_CE[rows], weight_E, None, eps=eps, out_tE=normed[rows])
+        _norm_tile(x_CE[rows], weight_E, None, eps=eps, offset=offset, out_tE=normed[rows])
     return normed
 
 
 def add_norm_(
-    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None = None, *, eps: float
+    total_CE: Tensor,
+    x_CE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    eps: float,
+    offset: bool = False,
 ) -> Tensor:
     """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the rounded sum."""
     if fused_in_place(total_CE):
         from sppo.kernels.triton import norms
 
-        return norms.add_norm_(total_CE, x_CE, weight_E, bias_E, eps=eps)
+        return norms.add_norm_(total_CE, x_CE, weight_E, bias_E, eps=eps, offset=offset)
     normed = torch.empty_like(total_CE)
     for rows in row_tiles(total_CE):
         total_tE = total_CE[rows].add_(x_CE[rows])
-        _norm_tile(total_tE, weight_E, bias_E, eps=eps, out_tE=normed[rows])
+        _norm_tile(total_tE, weight_E, bias_E, eps=eps, offset=offset, out_tE=normed[rows])
     return normed
 
 
 def _norm_tile(
-    x_tE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float, out_tE: Tensor
+    x_tE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor | None,
+    *,
+    eps: float,
+    offset: bool,
+    out_tE: Tensor,
 ) -> None:
     """Write the norm of one tile of tokens to ``out_tE``."""
-    if bias_E is None:
+    if offset:
+        out_tE.copy_((x_tE * _inverse_rms(x_tE, eps)).mul_(_one_plus(weight_E)))
+    elif bias_E is None:
         torch.mul(x_tE, _inverse_rms(x_tE, eps), out=out_tE).mul_(weight_E)
     else:
         out_tE.copy_(functional.layer_norm(x_tE, (x_tE.shape[-1],), weight_E, bias_E, eps))
@@ -80,6 +107,7 @@ def norm_backward(
     bias_E: Tensor | None = None,
     *,
     eps: float,
+    offset: bool = False,
     dresidual_CE: Tensor | None = None,
     with_parameters: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -97,9 +125,11 @@ def norm_backward(
             weight_E,
             bias_E,
             eps=eps,
+            offset=offset,
             dresidual_CE=dresidual_CE,
             with_parameters=with_parameters,
         )
+    weight_E = _one_plus(weight_E) if offset else weight_E
     dx = torch.empty_like(x_CE)
     sums = [
         torch.zeros_like(x, dtype=accumulation_dtype(x_CE.dtype))
@@ -134,6 +164,11 @@ def _rms_norm_backward(
     mean = product.mul_(weight_E).mean(-1, keepdim=True)
     dx = dy_tE.to(normed.dtype) * weight_E
     return dx.addcmul_(normed, mean, value=-1.0).mul_(inverse), dweight
+
+
+def _one_plus(weight_E: Tensor) -> Tensor:
+    """Return the factor of a norm whose weight is an offset from one, in fp32 or better."""
+    return weight_E.to(accumulation_dtype(weight_E.dtype)) + 1
 
 
 def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
@@ -175,15 +210,28 @@ class ActivationGradient:
 
 
 def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Tensor:
-    """Return ``silu(gate) * up``, or ``gelu(up)`` without a gate."""
+    """Return the activation of the MLP's projections, ``[C, F]``; without a gate, of up alone.
+
+    With silu(x) = x sigmoid(x), the kinds are
+
+        swiglu          silu(gate) * up
+        geglu_tanh      gelu(gate) * up
+        swiglu_clamped  g sigmoid(1.702 g) * (u + 1), with g = min(gate, 7), u = up within -7 and 7
+        gelu            gelu(up); gelu_tanh approximates it by tanh, as geglu_tanh does
+        relu2           max(up, 0)^2
+    """
     if fused(up_CF):
         from sppo.kernels.triton import activations
 
         return activations.activation(gate_CF, up_CF, kind=kind)
-    if kind == "swiglu":
-        assert gate_CF is not None, "swiglu has a gate"
-        return functional.silu(gate_CF).mul_(up_CF)
-    return functional.gelu(up_CF, approximate=_APPROXIMATE[kind])
+    if gate_CF is None:
+        return _plain(up_CF, kind)
+    if kind != "swiglu_clamped":
+        return _gate(gate_CF, kind).mul_(up_CF)
+    hidden_CF = torch.empty_like(up_CF)
+    for rows in row_tiles(up_CF):
+        torch.mul(_gate(gate_CF[rows], kind), _factor(up_CF[rows], kind), out=hidden_CF[rows])
+    return hidden_CF
 
 
 def activation_backward_(
@@ -200,21 +248,66 @@ def activation_backward_(
         activations.activation_backward_(dhidden_CF, gate_CF, up_CF, kind=kind)
         return ActivationGradient(up_CF, gate_CF, dhidden_CF)
     for rows in row_tiles(up_CF):
-        gate = None if gate_CF is None else gate_CF[rows]
-        _activation_backward_(dhidden_CF[rows], gate, up_CF[rows], kind=kind)
+        if gate_CF is None:
+            _plain_backward_(dhidden_CF[rows], up_CF[rows], kind=kind)
+        else:
+            _gated_backward_(dhidden_CF[rows], gate_CF[rows], up_CF[rows], kind=kind)
     return ActivationGradient(up_CF, gate_CF, dhidden_CF)
 
 
-def _activation_backward_(
-    dhidden_tF: Tensor, gate_tF: Tensor | None, up_tF: Tensor, *, kind: Activation
+def _gated_backward_(
+    dhidden_tF: Tensor, gate_tF: Tensor, up_tF: Tensor, *, kind: Activation
 ) -> None:
     """Turn dhidden into dup, gate into dgate and up into the activation's output, for one tile."""
+    value, factor = _gate(gate_tF, kind), _factor(up_tF, kind)
+    gate_tF.copy_(_gate_backward(dhidden_tF * factor, gate_tF, kind))
+    dhidden_tF.mul_(value)
+    if kind == "swiglu_clamped":
+        dhidden_tF.mul_(up_tF.abs() <= CLAMP)
+    up_tF.copy_(value.mul_(factor))
+
+
+def _gate(gate_tF: Tensor, kind: Activation) -> Tensor:
+    """Return the function of the gate by which a gated activation multiplies, in new memory."""
     if kind == "swiglu":
-        assert gate_tF is not None, "swiglu has a gate"
-        silu = functional.silu(gate_tF)
-        gate_tF.copy_(torch.ops.aten.silu_backward(dhidden_tF * up_tF, gate_tF))
-        dhidden_tF.mul_(silu)
-        up_tF.mul_(silu)
+        return functional.silu(gate_tF)
+    if kind == "geglu_tanh":
+        return functional.gelu(gate_tF, approximate="tanh")
+    below = gate_tF.clamp(max=CLAMP)
+    return below.mul_((CLAMPED_SLOPE * below).sigmoid_())
+
+
+def _factor(up_tF: Tensor, kind: Activation) -> Tensor:
+    """Return what a gated activation multiplies the function of the gate by."""
+    return up_tF.clamp(-CLAMP, CLAMP).add_(1) if kind == "swiglu_clamped" else up_tF
+
+
+def _gate_backward(dvalue_tF: Tensor, gate_tF: Tensor, kind: Activation) -> Tensor:
+    """Return the gradient of :func:`_gate`'s input."""
+    gradient: Tensor
+    if kind == "swiglu":
+        gradient = torch.ops.aten.silu_backward(dvalue_tF, gate_tF)
+    elif kind == "geglu_tanh":
+        gradient = torch.ops.aten.gelu_backward(dvalue_tF, gate_tF, approximate="tanh")
+    else:  # x sigmoid(a x) = silu(a x) / a, whose slope at x is that of silu at a x
+        inner = CLAMPED_SLOPE * gate_tF.clamp(max=CLAMP)
+        gradient = torch.ops.aten.silu_backward(dvalue_tF, inner).mul_(gate_tF <= CLAMP)
+    return gradient
+
+
+def _plain(up_CF: Tensor, kind: Activation) -> Tensor:
+    """Return the activation without a gate, in new memory."""
+    if kind == "relu2":
+        return functional.relu(up_CF).square_()
+    return functional.gelu(up_CF, approximate=_APPROXIMATE[kind])
+
+
+def _plain_backward_(dhidden_tF: Tensor, up_tF: Tensor, *, kind: Activation) -> None:
+    """Turn dhidden into dup and up into the activation's output, for one tile."""
+    if kind == "relu2":
+        above = functional.relu(up_tF)
+        dhidden_tF.mul_(above).mul_(2)
+        up_tF.copy_(above.square_())
         return
     approximate = _APPROXIMATE[kind]
     dhidden_tF.copy_(torch.ops.aten.gelu_backward(dhidden_tF, up_tF, approximate=approximate))

@@ -35,7 +35,7 @@ from torch import Tensor
 from sppo.config.model import Experts, ModelConfig
 from sppo.kernels import elementwise
 from sppo.kernels.grouped import grouped_input_gradient, grouped_linear
-from sppo.kernels.linear import wide_linear
+from sppo.kernels.linear import add_product_, wide_linear
 from sppo.model.gradients import GradientSink
 from sppo.model.mlp import NOTHING, DenseMlp
 from sppo.model.projection import Projection
@@ -74,11 +74,12 @@ class ExpertMlp:
     def inputs(self, n2_CE: Tensor, known: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """Return choice, weights and projections of the tokens; never chooses where it is known."""
         found = dict(known)
-        logits_CX = router_logits(n2_CE, self.weights)
-        if "chosen" not in found:
-            found["chosen"] = choose(logits_CX, self._experts, self.terms.choice_bias_X)
-        found["weights"] = weights_of_chosen(logits_CX, found["chosen"], self._experts)
-        del logits_CX
+        if not {"chosen", "weights"} <= found.keys():
+            logits_CX = router_logits(n2_CE, self.weights)
+            if "chosen" not in found:
+                found["chosen"] = choose(logits_CX, self._experts, self.terms.choice_bias_X)
+            found["weights"] = weights_of_chosen(logits_CX, found["chosen"], self._experts)
+            del logits_CX
         missing = [name for name in ("up", "gate") if name not in found]
         if missing:
             order = ExpertOrder.of(found["chosen"], self._experts.count)
@@ -101,7 +102,7 @@ class ExpertMlp:
         del y_RE
         if self._experts.bias:
             bias_XE = self.weights["expert_down.bias"]
-            out.addmm_(self._weights_of_all(inputs).to(out.dtype), bias_XE)
+            add_product_(out, self._weights_of_all(inputs).to(out.dtype), bias_XE)
         if self._shared is not None:
             out += self._shared.output(inputs)
         return out
@@ -148,9 +149,7 @@ class ExpertMlp:
         dhidden = torch.empty_like(up)
         order.write_pairs(grouped_input_gradient(dy_RE, down_XEF, order.offsets_X), dhidden)
         hidden = elementwise.activation(gate, up, kind=self.model.mlp).mul_(dhidden)
-        dweights_Ck += hidden.unflatten(1, (weights_Ck.shape[1], -1)).sum(
-            -1, dtype=dweights_Ck.dtype
-        )
+        dweights_Ck += by_expert(hidden, weights_Ck).sum(-1, dtype=dweights_Ck.dtype)
         del hidden
         weigh_(dhidden, weights_Ck)
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
@@ -260,7 +259,7 @@ class ExpertOrder(NamedTuple):
         """Return the sum of the rows of each token, ``[C, E]``, always in the same order."""
         pairs_RE = torch.empty_like(x_RE)
         self.write_pairs(x_RE, pairs_RE)
-        return pairs_RE.unflatten(0, (-1, self.per_token)).sum(1)
+        return pairs_RE.view(-1, self.per_token, x_RE.shape[1]).sum(1)
 
     def give(self, gradients: GradientSink, name: str, dy_RO: Tensor, x_RI: Tensor) -> None:
         """Give the operands of the gradients of stacked matrices to a sink."""
@@ -314,7 +313,12 @@ class SharedMlp:
         return Projection("shared_switch", self.mlp.weights, self.mlp.adapter_scale)
 
 
-def weigh_(hidden: Tensor, weights_Ck: Tensor) -> Tensor:
-    """Multiply the vectors of each token's experts, side by side in a row, by their weights."""
-    hidden.unflatten(1, (weights_Ck.shape[1], -1)).mul_(weights_Ck.unsqueeze(-1))
-    return hidden
+def by_expert(x_CK: Tensor, weights_Ck: Tensor) -> Tensor:
+    """Return vectors of each token's experts that are side by side in a row, ``[C, k, F]``."""
+    return x_CK.view(*weights_Ck.shape, -1)
+
+
+def weigh_(hidden_CK: Tensor, weights_Ck: Tensor) -> Tensor:
+    """Multiply the vectors of each token's experts by their weights, in place."""
+    by_expert(hidden_CK, weights_Ck).mul_(weights_Ck.unsqueeze(-1))
+    return hidden_CK

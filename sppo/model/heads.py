@@ -48,7 +48,8 @@ class Heads:
             first: Number of tokens that ``x_CHD`` leaves out.
         """
         if self.model.qk_norm:
-            x_CHD = norm(self.model, f"{name}_norm", x_CHD, self.weights)
+            rows = self._normed_rows(x_CHD)
+            x_CHD = norm(self.model, f"{name}_norm", rows, self.weights).view(x_CHD.shape)
         if self.rotary is None:
             return x_CHD
         return rotate(x_CHD, RotaryTable(self.rotary.cos[first:], self.rotary.sin[first:]))
@@ -66,9 +67,9 @@ class Heads:
         if not self.model.qk_norm:
             return d_CHD
         assert projected_CHD is not None, "q/k-norm needs its input"
-        return norm_backward(
-            self.model, f"{name}_norm", d_CHD, projected_CHD, self.weights, gradients
-        )
+        rows, d_rows = map(self._normed_rows, (projected_CHD, d_CHD))
+        dx = norm_backward(self.model, f"{name}_norm", d_rows, rows, self.weights, gradients)
+        return dx.view(d_CHD.shape)
 
     def project_backward(
         self,
@@ -89,6 +90,10 @@ class Heads:
         for back in (q, k, v):
             back.parameter_gradients(n1_CE, gradients)
         return dn1
+
+    def _normed_rows(self, x_CHD: Tensor) -> Tensor:
+        """Return the rows that q/k-norm norms: each head by itself, or all heads of a token."""
+        return x_CHD.flatten(1) if self.model.qk_norm == "all" else x_CHD
 
     def _projection(self, name: str) -> Projection:
         return Projection(name, self.weights, self.adapter_scale)

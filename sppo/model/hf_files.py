@@ -14,7 +14,14 @@ from safetensors import SafetensorError, safe_open
 from sppo.config.json_file import read_json
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape
-from sppo.model.hf_names import HEAD, HfTensor, bare_name, hf_tensors, is_buffer
+from sppo.model.hf_names import (
+    HEAD,
+    HfTensor,
+    bare_name,
+    hf_tensors,
+    is_buffer,
+    without_other_parts,
+)
 from sppo.quoting import one_line, quoted
 
 SINGLE_FILE = "model.safetensors"
@@ -59,7 +66,7 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
         ValueError: Missing, unknown or misshapen tensors (up to eight of each are listed), types
             other than 16, 32 or 64-bit floating point, or damaged files.
     """
-    stored = stored_tensors(directory)
+    stored = without_other_parts(stored_tensors(directory), model)
     tied_head = stored.pop(HEAD, None) if model.tie_embeddings else None
     faults = tensor_faults(stored, {tensor.name: tensor for tensor in hf_tensors(model)})
     if faults:

@@ -1,73 +1,65 @@
-"""Names and layouts of a model's tensors in Hugging Face files.
+"""Tensors of Hugging Face files: their names, shapes, and the parameters that lie in them.
 
-One table serves reading and writing: a stored tensor is one or several SPPO parameters, stacked
-along the outputs, and transposed where GPT-2 stores ``[inputs, outputs]``.
+One table serves reading and writing (:mod:`.hf_layouts`). A stored tensor is one or several SPPO
+parameters stacked along the outputs, or the share of one expert in a parameter of all experts.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
+from sppo.config.huggingface.families import FAMILIES
+from sppo.config.huggingface.model_config import hf_family
+from sppo.config.huggingface.tensor_names import EXPERT, TensorNames
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import Shape, parameter_shapes
+from sppo.cost.parameters import Shape, choice_bias_shapes, parameter_shapes
 
-_ROTARY_MODULES = {
-    "embed": "embed_tokens",
-    "attention_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-    "final_norm": "norm",
-}
-_GPT2_MODULES = {
-    "embed": "wte",
-    "positions": "wpe",
-    "attention_norm": "ln_1",
-    "q": "attn.c_attn",
-    "k": "attn.c_attn",
-    "v": "attn.c_attn",
-    "o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "up": "mlp.c_fc",
-    "down": "mlp.c_proj",
-    "final_norm": "ln_f",
-}
-_TRANSPOSED = ("q", "k", "v", "o", "up", "down")
+Entry = TypeVar("Entry")
 
-_PREFIX = re.compile(r"^(?:model|transformer)\.")
+_PREFIX = re.compile(
+    r"^(?:model\.language_model|language_model\.model|model|transformer|language_model)\."
+)
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|^h\.\d+\.attn\.(?:bias|masked_bias)$")
+_LAYER = re.compile(r"^layers\.(\d+)\.")
 
 HEAD = "lm_head.weight"
 """Name of the vocabulary projection, the only tensor that never has a prefix."""
 
 
-@dataclass(frozen=True, slots=True)
-class HfTensor:
-    """One tensor of a Hugging Face file.
-
-    Attributes:
-        name: Name without the ``model.`` or ``transformer.`` prefix.
-        prefix: Prefix that transformers writes before the name.
-        shape: Shape as stored.
-        parts: SPPO's names of the parameters in the tensor, in their order along the outputs.
-        rows: Number of outputs of each part.
-        transposed: Whether the tensor is stored as ``[inputs, outputs]``.
-    """
+class HfPart(NamedTuple):
+    """Share of a stored tensor that one parameter, or one expert of a parameter, has."""
 
     name: str
+    """SPPO's name of the parameter."""
+    rows: slice = slice(None)
+    """Outputs of the tensor that belong to the parameter."""
+    expert: int | None = None
+    """Expert of the parameter whose tensor it is; None for the whole parameter."""
+    head_rows: tuple[int, ...] = ()
+    """Stored place of each output of a head; () if the order is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """One tensor of a Hugging Face file."""
+
+    name: str
+    """Name without its prefix, such as ``model.``."""
     prefix: str
+    """Prefix that transformers writes before the name."""
     shape: Shape
-    parts: tuple[str, ...]
-    rows: tuple[int, ...]
-    transposed: bool
+    """Shape as stored."""
+    parts: tuple[HfPart, ...]
+    """Parameters in the tensor."""
+    transposed: bool = False
+    """Whether the last two dimensions are stored as ``[inputs, outputs]``."""
+    stacked: bool = False
+    """Whether the first dimension counts experts, so that the outputs are in the second one."""
+    is_fp32: bool = False
+    """Whether the tensor is written in fp32, whatever the type of the others."""
 
     @property
     def full_name(self) -> str:
@@ -75,23 +67,60 @@ class HfTensor:
         return self.prefix + self.name
 
 
+def names_of(model: ModelConfig) -> TensorNames:
+    """Return the names and layouts of tensors in the files of a model's family."""
+    return FAMILIES[hf_family(model)].tensors
+
+
 def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
-    """Return the tensors of a Hugging Face directory of ``model``, ordered as ``parameter_shapes``.
+    """Return the tensors of a Hugging Face directory of ``model``, ordered as ``stored_shapes``.
 
     Raises:
-        ValueError: A parameter for which no Hugging Face family has a name.
+        ValueError: No Hugging Face family computes exactly this model.
     """
-    shapes = parameter_shapes(model)
-    gpt2 = model.position == "learned"
+    names, shapes = names_of(model), stored_shapes(model)
     groups: dict[str, list[str]] = {}
+    tensors: dict[str, HfTensor] = {}
     for ours in shapes:
-        groups.setdefault(_hf_name(ours, gpt2=gpt2), []).append(ours)
-    return tuple(_tensor(name, parts, shapes, gpt2=gpt2) for name, parts in groups.items())
+        stored = HEAD if ours == "head.weight" else names.stored(ours)
+        groups.setdefault(stored, []).append(ours)
+    for stored, parts in groups.items():
+        for tensor in _tensors(stored, parts, shapes, model=model, names=names):
+            tensors[tensor.name] = tensor
+    return tuple(tensors.values())
+
+
+def stored_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of all parameters, and of the biases by which experts are chosen."""
+    return parameter_shapes(model) | choice_bias_shapes(model)
+
+
+def head_rows(module: str, model: ModelConfig, names: TensorNames) -> tuple[int, ...]:
+    """Return the stored place of each output of a head of a module; () if the order is the same."""
+    if not names.adjacent_pairs or module not in ("q", "k"):
+        return ()
+    rotated = model.rotary_size
+    return (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, model.head_dim))
 
 
 def bare_name(stored: str) -> str:
-    """Return ``stored`` without its ``model.`` or ``transformer.`` prefix, if present."""
+    """Return ``stored`` without a prefix such as ``model.`` or ``model.language_model.``."""
     return _PREFIX.sub("", stored)
+
+
+def without_other_parts(stored: Mapping[str, Entry], model: ModelConfig) -> dict[str, Entry]:
+    """Return stored tensors by bare name, without those of other parts of a model.
+
+    These are a vision tower, and layers behind the last one that predict further tokens.
+    """
+    names = names_of(model)
+
+    def is_other(name: str) -> bool:
+        layer = _LAYER.match(name)
+        later = layer is not None and int(layer[1]) >= model.num_layers
+        return (later and names.has_later_layers) or re.search(names.skipped, name) is not None
+
+    return {name: tensor for name, tensor in stored.items() if not is_other(name)}
 
 
 def is_buffer(name: str) -> bool:
@@ -99,29 +128,42 @@ def is_buffer(name: str) -> bool:
     return _BUFFERS.search(name) is not None
 
 
-def _hf_name(ours: str, *, gpt2: bool) -> str:
-    if ours == "head.weight":
-        return HEAD
-    modules = _GPT2_MODULES if gpt2 else _ROTARY_MODULES
-    *layer, module, leaf = ours.split(".")
-    if module not in modules:
-        kind = "learned" if gpt2 else "rotary"
-        raise ValueError(f"no Hugging Face family with {kind} positions has a tensor for {ours}")
-    stem = [] if not layer else ["h" if gpt2 else "layers", layer[1]]
-    return ".".join([*stem, modules[module], leaf])
-
-
-def _tensor(name: str, parts: list[str], shapes: dict[str, Shape], *, gpt2: bool) -> HfTensor:
-    rows = tuple(shapes[part][0] for part in parts)
-    shape = (sum(rows), *shapes[parts[0]][1:])
+def _tensors(
+    stored: str,
+    parts: list[str],
+    shapes: dict[str, Shape],
+    *,
+    model: ModelConfig,
+    names: TensorNames,
+) -> list[HfTensor]:
+    """Return the tensor of one name, or those of all experts."""
     module = parts[0].split(".")[-2]
-    transposed = gpt2 and module in _TRANSPOSED and len(shape) == 2
-    prefix = "" if name == HEAD else "transformer." if gpt2 else "model."
-    return HfTensor(
-        name=name,
-        prefix=prefix,
-        shape=shape[::-1] if transposed else shape,
-        parts=tuple(parts),
-        rows=rows,
-        transposed=transposed,
-    )
+    if EXPERT in stored:
+        count, *shape = shapes[parts[0]]
+        return [
+            HfTensor(
+                stored.replace(EXPERT, str(expert)),
+                names.prefix,
+                tuple(shape),
+                (HfPart(parts[0], expert=expert),),
+            )
+            for expert in range(count)
+        ]
+    stacked = module.startswith("expert_")
+    axis = 1 if stacked else 0
+    outputs = [shapes[part][axis] for part in parts]
+    shape = [*shapes[parts[0]]]
+    shape[axis] = sum(outputs)
+    transposed = module in names.transposed and len(shape) - axis == 2
+    if transposed:
+        shape[-2:] = shape[:-3:-1]
+    found = []
+    for i, part in enumerate(parts):
+        rows = slice(sum(outputs[:i]), sum(outputs[: i + 1]))
+        if module in names.alternating:
+            rows = slice(i, None, len(parts))
+        order = head_rows(part.split(".")[-2], model, names)
+        found.append(HfPart(part, rows=rows, head_rows=order))
+    prefix = "" if stored == HEAD else names.prefix
+    is_fp32 = ".".join(parts[0].split(".")[2:]) in names.fp32
+    return [HfTensor(stored, prefix, tuple(shape), tuple(found), transposed, stacked, is_fp32)]

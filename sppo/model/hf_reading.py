@@ -11,9 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import StoredTensor, check_headers
-from sppo.model.hf_names import HfTensor, hf_tensors
+from sppo.model.hf_layouts import part_values
+from sppo.model.hf_names import HfPart, HfTensor, hf_tensors, stored_shapes
 
 _DTYPES = {
     "F64": torch.float64,
@@ -43,20 +43,23 @@ class HfWeights(Mapping[str, Tensor]):
         stored: Mapping[str, StoredTensor],
     ) -> None:
         self._order = tuple(order)
-        self._places: dict[str, tuple[StoredTensor, HfTensor, int]] = {
-            part: (stored[tensor.name], tensor, index)
-            for tensor in tensors
-            for index, part in enumerate(tensor.parts)
-        }
+        self._places: dict[str, list[tuple[StoredTensor, HfTensor, HfPart]]] = {}
+        for tensor in tensors:
+            for part in tensor.parts:
+                places = self._places.setdefault(part.name, [])
+                places.append((stored[tensor.name], tensor, part))
 
     def __getitem__(self, name: str) -> Tensor:
-        stored, tensor, index = self._places[name]
-        values = read_stored(stored)
-        if tensor.transposed:
-            values = values.T
-        start = sum(tensor.rows[:index])
-        part = values.narrow(0, start, tensor.rows[index])
-        return part.clone(memory_format=torch.contiguous_format)
+        places = self._places[name]
+        (first, tensor, part), *others = places
+        values = part_values(read_stored(first), tensor, part)
+        if part.expert is None:
+            return values.clone(memory_format=torch.contiguous_format)
+        experts = values.new_empty((len(places), *values.shape))
+        experts[part.expert] = values
+        for stored, tensor, part in others:
+            experts[part.expert] = part_values(read_stored(stored), tensor, part)
+        return experts
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -69,8 +72,9 @@ class HfWeights(Mapping[str, Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Narrowest type that represents every stored value exactly."""
-        kinds = {_DTYPES[stored.dtype] for stored, _, _ in self._places.values()}
+        """Narrowest type that represents exactly every stored value that is not written in fp32."""
+        places = [place for places in self._places.values() for place in places]
+        kinds = {_DTYPES[stored.dtype] for stored, tensor, _ in places if not tensor.is_fp32}
         return reduce(torch.promote_types, kinds)
 
 
@@ -88,7 +92,7 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
     """
     directory = Path(directory)
     stored = check_headers(directory, model)
-    weights = HfWeights(parameter_shapes(model), hf_tensors(model), stored.tensors)
+    weights = HfWeights(stored_shapes(model), hf_tensors(model), stored.tensors)
     if stored.tied_head is not None:
         _check_tied(directory, stored.tied_head, weights["embed.weight"])
     return weights

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sppo.config.huggingface.model_config import hf_config
 from sppo.config.model import ModelConfig
-from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE
-from sppo.model.hf_names import HfTensor, hf_tensors
+from sppo.model.hf_layouts import assemble
+from sppo.model.hf_names import HfTensor, hf_tensors, stored_shapes
 from sppo.output_file import (
     FULL_ERRNOS,
     check_unused_directory,
@@ -90,7 +90,7 @@ def save_hf_weights(
     config = hf_config(model, dtype=dtype) | dict(token_ids or {})
     _check_names(weights, model)
     tensors = hf_tensors(model)
-    sizes = {tensor.full_name: prod(tensor.shape) * DTYPES[dtype].itemsize for tensor in tensors}
+    sizes = {t.full_name: prod(t.shape) * _stored_type(t, dtype).itemsize for t in tensors}
     shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
     total_bytes = sum(sizes.values())
     check_unused_directory(directory)
@@ -132,8 +132,12 @@ def plan_shards(sizes: Mapping[str, int], *, max_shard_bytes: int) -> dict[str, 
     return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
+def _stored_type(tensor: HfTensor, dtype: str) -> torch.dtype:
+    return torch.float32 if tensor.is_fp32 else DTYPES[dtype]
+
+
 def _check_names(weights: Mapping[str, Tensor], model: ModelConfig) -> None:
-    expected = parameter_shapes(model)
+    expected = stored_shapes(model)
     missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     if missing or unknown:
@@ -203,7 +207,7 @@ def write_tensors(
     path: Path, tensors: Sequence[HfTensor], weights: Mapping[str, Tensor], *, dtype: str
 ) -> None:
     """Write a safetensors file; ``weights`` has the parts of the tensors by SPPO's names."""
-    contents = {t.full_name: _assemble(t, weights).to(DTYPES[dtype]) for t in tensors}
+    contents = {t.full_name: assemble(t, weights).to(_stored_type(t, dtype)) for t in tensors}
     # Created here because safetensors would create a file that only its owner can read.
     path.touch()
     mode = path.stat().st_mode
@@ -215,17 +219,3 @@ def write_tensors(
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
     path.chmod(mode)
-
-
-def _assemble(tensor: HfTensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return one tensor as stored: parts stacked along the outputs, transposed for GPT-2."""
-    parts = [weights[name].detach().cpu() for name in tensor.parts]
-    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-    stored = stacked.T if tensor.transposed else stacked
-    rows = tuple(part.shape[0] for part in parts)
-    if tuple(stored.shape) != tensor.shape or rows != tensor.rows:
-        raise ValueError(
-            f"{', '.join(tensor.parts)} make {tensor.full_name} {list(stored.shape)}, "
-            f"needs {list(tensor.shape)}"
-        )
-    return stored.contiguous()

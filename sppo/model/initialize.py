@@ -29,7 +29,8 @@ def initial_weights(
     """Return fp32 initial weights by global name, with the factors of the adapters if any.
 
     Matrices are normal with standard deviation ``init_std``, divided by sqrt(2 layers) for matrices
-    that write into the residual stream (GPT-2, section 2.3). Norm weights are one, biases zero.
+    that write into the residual stream (GPT-2, section 2.3). Norms start as if without a weight:
+    at one, or at zero if it is an offset from one. Biases and attention sinks start at zero.
     """
     shapes = trainable.parameter_shapes(model)
     return dict(generate_weights_ahead(shapes, model=model, seed=seed, threads=1))
@@ -75,7 +76,7 @@ def initial_weight(name: str, shape: Shape, *, model: ModelConfig, seed: int) ->
     if name.endswith((".bias", f".{LORA_B}")):
         return torch.zeros(shape)
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.full(shape, float(name.endswith("norm.weight") and not model.norm_offset))
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if name.endswith(f".{LORA_A}"):

@@ -8,7 +8,7 @@ layer does not depend on K/V storage, other subsequences or other ranks.
     x_in           layer input                          nothing: always saved
     q              rotated queries (with q/k-norm: the projection before its norm)    x_in
     k              keys before their norm, q/k-norm only                              x_in
-    o, lse         attention output and log-sum-exp     q, by attention
+    o, lse         attention output and log-sum-exp, with sinks if any    q, by attention
     x_mid          residual stream after attention      x_in, o
     attention_out  projection of o, in place of x_mid if it has a norm of its own      o
     gate           gate projection (gated MLPs only)    x_mid
@@ -31,14 +31,19 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.kernels.rotary import RotaryTable
+from sppo.kernels.sinks import apply_sinks_, sink_gradient
+from sppo.model.experts import ExpertMlp
 from sppo.model.gradients import GradientSink
 from sppo.model.heads import Heads
-from sppo.model.mlp import Mlp, mlp_of
+from sppo.model.mlp import DenseMlp, Mlp
 from sppo.model.projection import Projection
 from sppo.model.residual import Residual, TokenExchange
+from sppo.model.router import NO_TERMS, RoutingTerms
 
 Weights = Mapping[str, Tensor]
 Saved = dict[str, Tensor]
+
+_SINKS = "sinks.weight"
 
 
 class SubsequenceAttention(Protocol):
@@ -83,6 +88,7 @@ class Layer:
         attention: Attention of the tokens over their prefix and themselves.
         tokens: Collectives of the ranks over which the residual stream's tokens are sharded.
         adapter_scale: Factor of the product of the factors of an adapter.
+        routing: Terms of the routing of the tokens to experts.
     """
 
     model: ModelConfig
@@ -91,6 +97,7 @@ class Layer:
     attention: SubsequenceAttention
     tokens: TokenExchange = TokenExchange()  # noqa: RUF009 - has no state
     adapter_scale: float = 1.0
+    routing: RoutingTerms = NO_TERMS
 
     def forward(self, x_CE: Tensor, *, keep: frozenset[str]) -> tuple[Tensor, Saved]:
         """Return the output ``[C, E]`` and the saved tensors named in ``keep``."""
@@ -102,7 +109,7 @@ class Layer:
 
         save(x_in=x_CE)
         q, k, v = self._attention_inputs(x_CE, save)
-        o_CND, lse = self.attention.forward(q, k, v)
+        o_CND, lse = self._with_sinks_(*self.attention.forward(q, k, v))
         del q, k, v
         save(o=o_CND.flatten(1), lse=lse)
         out = self._attention_output(o_CND.flatten(1))
@@ -131,7 +138,7 @@ class Layer:
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
-            o_CND, lse = self.attention.recompute(q)
+            o_CND, lse = self._with_sinks_(*self.attention.recompute(q))
             o = o_CND.flatten(1)
         out, x_mid = self._out_and_middle(x_in, o, saved)
         dx_mid = self._mlp_backward(dy_CE, x_mid, saved, gradients)
@@ -143,6 +150,8 @@ class Layer:
         back.parameter_gradients(o, gradients)
         do_CND = back.input_gradient().view_as(q)
         del back
+        if self.model.attention_sinks and gradients.trains(_SINKS):
+            gradients.add(_SINKS, sink_gradient(do_CND, o.view_as(q), lse, self.weights[_SINKS]))
         dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
         dq = self._heads.norm_and_rotate_backward("q", dq, q_projected, gradients)
@@ -206,7 +215,7 @@ class Layer:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
             q = self._heads.norm_and_rotate("q", q, first=done)
-        o_CND, lse_NC = self.attention.recompute(q)
+        o_CND, lse_NC = self._with_sinks_(*self.attention.recompute(q))
         if done:
             saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
             saved["lse"] = torch.cat([saved["lse"], lse_NC], dim=1)
@@ -275,6 +284,12 @@ class Layer:
         k = saved.pop("k", None)
         return self._heads.project("k", n1_CE) if k is None else k
 
+    def _with_sinks_(self, o_CND: Tensor, lse_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result of attention, overwritten, as it is beside the sinks, if any."""
+        if self.model.attention_sinks:
+            lse_NC = apply_sinks_(o_CND, lse_NC, self.weights[_SINKS])
+        return o_CND, lse_NC
+
     def _attention_output(self, o_CQ: Tensor) -> Tensor:
         """Return the projection of o, ``[C, E]``, in new memory."""
         return self.tokens.scatter_sum(self._projection("o").forward(o_CQ))
@@ -328,7 +343,9 @@ class Layer:
 
     @property
     def _mlp(self) -> Mlp:
-        return mlp_of(self.model, self.weights, self.adapter_scale)
+        if "router.weight" in self.weights:
+            return ExpertMlp(self.model, self.weights, self.adapter_scale, self.routing)
+        return DenseMlp(self.model, self.weights, self.adapter_scale)
 
     def _projection(self, name: str) -> Projection:
         return Projection(name, self.weights, self.adapter_scale)

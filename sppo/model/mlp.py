@@ -17,7 +17,7 @@ from sppo.kernels import elementwise
 from sppo.model.gradients import GradientSink
 from sppo.model.projection import Projection
 
-_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Mlp(Protocol):
@@ -33,7 +33,7 @@ class Mlp(Protocol):
         """Names of all tensors of :meth:`inputs`, those that a plan may save and others."""
         ...
 
-    def inputs(self, n2_CE: Tensor, known: Mapping[str, Tensor] = _NOTHING) -> dict[str, Tensor]:
+    def inputs(self, n2_CE: Tensor, known: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """Return the tensors from which the output is computed, by name.
 
         Args:
@@ -65,11 +65,6 @@ class Mlp(Protocol):
         ...
 
 
-def mlp_of(model: ModelConfig, weights: Mapping[str, Tensor], adapter_scale: float) -> Mlp:
-    """Return the MLP of the layer with these weights."""
-    return DenseMlp(model, weights, adapter_scale)
-
-
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
     """:class:`Mlp` of which every token passes through all of the width.
@@ -78,18 +73,20 @@ class DenseMlp:
         model: Shape of the model; the MLP width follows the weights.
         weights: Weights of the layer, by name within it.
         adapter_scale: Factor of the product of the factors of an adapter.
+        prefix: Begin of the names of the projections and of their outputs.
     """
 
     model: ModelConfig
     weights: Mapping[str, Tensor]
     adapter_scale: float
+    prefix: str = ""
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the tensors that the activation reads."""
-        return frozenset({"gate", "up"} if self.model.gated else {"up"})
+        return frozenset(map(self._name, ("gate", "up") if self.model.gated else ("up",)))
 
-    def inputs(self, n2_CE: Tensor, known: Mapping[str, Tensor] = _NOTHING) -> dict[str, Tensor]:
+    def inputs(self, n2_CE: Tensor, known: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """Return the projections of the tokens that the activation reads, ``[C, F]``, by name."""
         found = dict(known)
         for name in sorted(self.names - known.keys(), reverse=True):
@@ -98,8 +95,9 @@ class DenseMlp:
 
     def output(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the down projection of the activation, ``[C, E]``."""
-        hidden = elementwise.activation(inputs.get("gate"), inputs["up"], kind=self.model.mlp)
-        return self._projection("down").forward(hidden)
+        gate, up = inputs.get(self._name("gate")), inputs[self._name("up")]
+        hidden = elementwise.activation(gate, up, kind=self.model.mlp)
+        return self._projection(self._name("down")).forward(hidden)
 
     def backward(
         self,
@@ -110,21 +108,24 @@ class DenseMlp:
     ) -> Tensor:
         """Return the gradient of ``n2_CE``; see :meth:`Mlp.backward`."""
         inputs.update(self.inputs(n2_CE, inputs))
-        up, gate = inputs.pop("up"), inputs.pop("gate", None)
-        back = self._projection("down").backward(dy_CE)
+        up, gate = inputs.pop(self._name("up")), inputs.pop(self._name("gate"), None)
+        back = self._projection(self._name("down")).backward(dy_CE)
         del dy_CE  # otherwise it stays alive beside the gradients of the inputs
         dhidden = back.input_gradient()
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
         back.parameter_gradients(inner.hidden_CF, gradients)
-        back = self._projection("up").backward(inner.dup_CF)
+        back = self._projection(self._name("up")).backward(inner.dup_CF)
         back.parameter_gradients(n2_CE, gradients)
         dn2 = back.input_gradient()
         if inner.dgate_CF is not None:
-            back = self._projection("gate").backward(inner.dgate_CF)
+            back = self._projection(self._name("gate")).backward(inner.dgate_CF)
             back.parameter_gradients(n2_CE, gradients)
             back.input_gradient(add_to_CI=dn2)
         return dn2
+
+    def _name(self, projection: str) -> str:
+        return self.prefix + projection
 
     def _projection(self, name: str) -> Projection:
         return Projection(name, self.weights, self.adapter_scale)

@@ -1,6 +1,7 @@
 """Norms of a model by the names of their parameters, forward and backward.
 
-Legend: C tokens, E hidden. The q- and k-norms have rows of heads, ``[C, H, D]``.
+Legend: C tokens, E hidden. The q- and k-norms have rows of heads, ``[C, H, D]``, or of all heads,
+``[C, H D]``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from sppo.model.gradients import GradientSink
 
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
-    return elementwise.norm(x_CE, *_norm_parameters(name, weights), eps=model.norm_eps)
+    parameters = _norm_parameters(name, weights)
+    return elementwise.norm(x_CE, *parameters, eps=model.norm_eps, offset=model.norm_offset)
 
 
 def add_norm_(
@@ -24,7 +26,9 @@ def add_norm_(
 ) -> Tensor:
     """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
     parameters = _norm_parameters(name, weights)
-    return elementwise.add_norm_(total_CE, x_CE, *parameters, eps=model.norm_eps)
+    return elementwise.add_norm_(
+        total_CE, x_CE, *parameters, eps=model.norm_eps, offset=model.norm_offset
+    )
 
 
 def norm_backward(
@@ -47,6 +51,7 @@ def norm_backward(
         x_CE,
         *_norm_parameters(name, weights),
         eps=model.norm_eps,
+        offset=model.norm_offset,
         dresidual_CE=dresidual_CE,
         with_parameters=any(map(gradients.trains, names)),
     )

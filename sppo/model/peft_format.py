@@ -17,7 +17,7 @@ from sppo.config.json_file import read_json
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import LORA_A, LORA_B, Trainable, is_factor, trainable_of
 from sppo.model.hf_files import StoredTensor, file_headers, tensor_faults
-from sppo.model.hf_names import HEAD, HfTensor, hf_tensors
+from sppo.model.hf_names import HEAD, HfPart, HfTensor, head_rows, hf_tensors, names_of
 from sppo.quoting import quoted
 
 CONFIG_FILE = "adapter_config.json"
@@ -55,31 +55,35 @@ def peft_tensors(model: ModelConfig, trainable: Trainable) -> tuple[HfTensor, ..
     Raises:
         ValueError: A projection that is part of a fused tensor, as q, k and v of GPT-2 are.
     """
-    stored = {part: tensor for tensor in hf_tensors(model) for part in tensor.parts}
-    found = []
+    stored = {part.name: tensor for tensor in hf_tensors(model) for part in tensor.parts}
+    names, found = names_of(model), []
     for name, shape in trainable.trained_shapes(model).items():
         module, _, leaf = name.rpartition(".")
         base = stored[f"{module}.weight" if is_factor(name) else name]
         if not is_factor(name):
-            found.append(_tensor(base.full_name, name, shape))
+            found.append(_tensor(base.full_name, HfPart(name), shape))
             continue
+        target = module.rpartition(".")[2]
         if len(base.parts) > 1:
             fused = base.name.removesuffix(".weight").split(".")[-1]
+            others = ", ".join(part.name.split(".")[-2] for part in base.parts)
             raise ValueError(
-                f"PEFT's files have no adapters of {module.split('.')[-1]}: the model stores "
-                f"q, k and v as one tensor, {fused}; leave them out of adapter.targets, or merge "
-                "with sppo convert to-hf"
+                f"PEFT's files have no adapters of {target}: the model stores {others} as one "
+                f"tensor, {fused}; leave them out of adapter.targets, or merge with sppo convert "
+                "to-hf"
             )
+        order = head_rows(target, model, names) if leaf == LORA_B else ()
         stem = base.full_name.removesuffix("weight")
-        found.append(_tensor(f"{stem}{_FACTORS[leaf]}.weight", name, shape))
+        part = HfPart(name, head_rows=order)
+        found.append(_tensor(f"{stem}{_FACTORS[leaf]}.weight", part, shape))
     if model.tie_embeddings and trainable.trains("embed.weight"):
         shape = trainable.trained_shapes(model)["embed.weight"]
-        found.append(_tensor(HEAD, "embed.weight", shape))
+        found.append(_tensor(HEAD, HfPart("embed.weight"), shape))
     return tuple(found)
 
 
-def _tensor(name: str, part: str, shape: tuple[int, ...]) -> HfTensor:
-    return HfTensor(name, _PREFIX, shape, (part,), (shape[0],), transposed=False)
+def _tensor(name: str, part: HfPart, shape: tuple[int, ...]) -> HfTensor:
+    return HfTensor(name, _PREFIX, shape, (part,))
 
 
 def peft_config(model: ModelConfig, adapter: AdapterConfig, *, base: str | None) -> dict[str, Any]:
@@ -93,20 +97,20 @@ def peft_config(model: ModelConfig, adapter: AdapterConfig, *, base: str | None)
     Raises:
         ValueError: PEFT's files cannot hold the adapter.
     """
-    gpt2 = model.position == "learned"
+    names = names_of(model)
+    words_of_target = 2 if names.shares_last_words else 1
     targets, whole = set(), set()
     for tensor in peft_tensors(model, trainable_of(adapter, None, model=model)):
         words = tensor.name.split(".")
-        if is_factor(tensor.parts[0]):
-            # GPT-2 has a c_proj in the attention and another one in the MLP.
-            targets.add(".".join(words[-4 if gpt2 else -3 : -2]))
+        if is_factor(tensor.parts[0].name):
+            targets.add(".".join(words[:-2][-words_of_target:]))
         else:
             whole.add(words[-2])
     alpha = adapter.rank if adapter.alpha is None else adapter.alpha
     return {
         **_USUAL,
         "base_model_name_or_path": base,
-        "fan_in_fan_out": gpt2,
+        "fan_in_fan_out": not names.transposed.isdisjoint(TARGETS),
         "inference_mode": True,
         "layers_to_transform": None if adapter.layers is None else list(adapter.layers),
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -220,7 +224,9 @@ def _other_modules(
     stored: Iterable[str], model: ModelConfig, adapter: AdapterConfig
 ) -> Iterator[str]:
     """Yield how targets, layers and whole tensors differ from those of a run."""
-    shown = {tensor.parts[0] for tensor in _possible_tensors(model) if tensor.name in set(stored)}
+    shown = {
+        tensor.parts[0].name for tensor in _possible_tensors(model) if tensor.name in set(stored)
+    }
     trained = trainable_of(adapter, None, model=model).trained_shapes(model)
     theirs, ours = _modules(shown), _modules(trained)
     for key, there in theirs.items():
@@ -235,7 +241,7 @@ def _other_modules(
 
 def _possible_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
     """Return the tensors of an adapter of everything that PEFT's files can hold."""
-    fused = {p.split(".")[-2] for t in hf_tensors(model) if len(t.parts) > 1 for p in t.parts}
+    fused = {p.name.split(".")[-2] for t in hf_tensors(model) if len(t.parts) > 1 for p in t.parts}
     targets = tuple(target for target in TARGETS if target not in fused)
     every = AdapterConfig(rank=1, targets=targets, also_train=tuple(_KINDS.values()))
     return peft_tensors(model, trainable_of(every, None, model=model))

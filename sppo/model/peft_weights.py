@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def open_adapter(directory: Path, model: ModelConfig, adapter: AdapterConfig) ->
     stored = check_adapter(directory, model, adapter)
     trainable = trainable_of(adapter, None, model=model)
     tensors = peft_tensors(model, trainable)
-    tied = [stored[tensor.name] for tensor in tensors if tensor.parts == ("embed.weight",)]
+    tied = [stored[tensor.name] for tensor in tensors if tensor.parts[0].name == "embed.weight"]
     if len(tied) == 2 and not torch.equal(*map(read_stored, tied)):
         raise ValueError(
             f"{directory} holds an embedding and a {HEAD} that differ, although the model ties "
@@ -95,19 +94,11 @@ def save_adapter(
     num_parameters = sum(prod(tensor.shape) for tensor in tensors)
     total_bytes = num_parameters * DTYPES[_DTYPE].itemsize
     extra_files = extra_files or {}
-    values = {tensor.name: weights[tensor.parts[0]].detach() for tensor in tensors}
-    if model.tie_embeddings and HEAD in values:
-        values[HEAD] = values[HEAD].clone()  # stored twice, and safetensors refuses shared memory
     check_unused_directory(directory)
     check_space(directory, total_bytes + sum(map(len, extra_files.values())) + HEADER_ROOM_BYTES)
     with whole_directory(directory) as partial:
         write_settings(partial / CONFIG_FILE, config)
-        write_tensors(
-            partial / WEIGHTS_FILE,
-            [replace(tensor, parts=(tensor.name,)) for tensor in tensors],
-            values,
-            dtype=_DTYPE,
-        )
+        write_tensors(partial / WEIGHTS_FILE, tensors, weights, dtype=_DTYPE)
         if readme:
             write_text(partial / README_FILE, readme)
         for name, contents in extra_files.items():

@@ -124,8 +124,9 @@ def _share_backward(dshares: Tensor, scores: Tensor) -> Tensor:
 
 def _in_best_groups(choice_CX: Tensor, experts: Experts) -> Tensor:
     """Return the scores of the experts in the groups with the best two experts; others -inf."""
-    grouped_CGx = choice_CX.unflatten(1, (experts.groups, -1))
+    grouped_CGx = choice_CX.view(len(choice_CX), experts.groups, -1)
     best_CG = grouped_CGx.topk(2, dim=-1).values.sum(-1)
     chosen = best_CG.topk(experts.groups_per_token, dim=-1).indices
     outside_CG = torch.ones_like(best_CG, dtype=torch.bool).scatter_(1, chosen, False)
-    return grouped_CGx.masked_fill(outside_CG.unsqueeze(-1), float("-inf")).flatten(1)
+    best: Tensor = grouped_CGx.masked_fill(outside_CG.unsqueeze(-1), float("-inf")).flatten(1)
+    return best

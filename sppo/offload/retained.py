@@ -104,7 +104,7 @@ class RetainedTensors:
     def free(self, key: ActivationKey) -> None:
         """Allow reuse of the memory of tensors that were got and are not owned."""
         for tensor in self._lent.pop(key, ()):
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
     def close(self) -> None:
         """Drop all tensors and the stack, which the next :meth:`reserve` allocates again."""

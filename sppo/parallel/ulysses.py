@@ -88,6 +88,10 @@ class UlyssesAllToAll:
         joined = [_join(part) for part in parts[: len(queries)]]
         return joined + [self._join_keys(part) for part in parts[len(queries) :]]
 
+    def add_up_(self, x: Tensor) -> None:
+        """Replace ``x`` by its sum over the ranks."""
+        dist.all_reduce(x, group=self._group)
+
     def lse_to_tokens(self, lse_nC: Tensor, shard_tokens: Sequence[int]) -> Tensor:
         """Return log-sum-exps ``[n, C]`` as ``[N, c]``."""
         (tokens,) = self.to_tokens([lse_nC.t().unsqueeze(2)], shard_tokens=shard_tokens)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from sppo.output_file import write_text
+from sppo.report.expert_load import ExpertMetrics
 
 _logger = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class StepMetrics:
     there were none."""
     disk_peak_bytes: int = 0
     """Bytes of the files of a disk tier, and of training state on the disk; sum over the ranks."""
+    experts: ExpertMetrics | None = None
+    """Load of the experts; None for a model without experts."""
     sources: dict[str, SourceMetrics] | None = None
     """Figures of each source of ``data.sources`` by name; None without a mixture."""
     samples: int | None = None

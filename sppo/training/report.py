@@ -21,6 +21,7 @@ from sppo.offload.copy_report import CopyReport
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.plots.chrome_trace import write_trace
+from sppo.plots.experts import experts_plot
 from sppo.plots.loss import loss_plot
 from sppo.plots.positions import validations_plot
 from sppo.plots.timeline import write_png
@@ -42,6 +43,7 @@ from sppo.training.preflight import CheckedRun
 from sppo.training.records.executed_step import StepTimelines
 from sppo.training.records.outcome import TrainingOutcome, predicted_and_measured
 from sppo.training.run_directory import (
+    EXPERTS_PLOT,
     LOSS_PLOT,
     POSITIONS_PLOT,
     RESULT_FILES,
@@ -189,6 +191,9 @@ def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> No
         writers[LOSS_PLOT] = draw_loss
     if (output / VALIDATION_FILE).exists():
         writers[POSITIONS_PLOT] = partial(validations_plot, output / VALIDATION_FILE)
+    if outcome.expert_loads is not None and outcome.expert_loads.any():
+        ran = outcome.done_steps - outcome.first_step
+        writers[EXPERTS_PLOT] = partial(experts_plot, loads=outcome.expert_loads, steps=ran)
     if outcome.timelines is not None:
         writers |= _timeline_writers(outcome.timelines)
     missing = _write(writers, outcome, console=console)

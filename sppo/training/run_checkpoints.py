@@ -21,6 +21,7 @@ from sppo.training.state import TrainingState
 from sppo.training.step import first_of, nonfinite_names
 from sppo.training.weights.adapter_export import adapter_export
 from sppo.training.weights.base_weights import base_of
+from sppo.training.weights.choice_biases import choice_bias_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ class RunCheckpoints:
             step, metadata = checkpoint.step, checkpoint.metadata
             self._start = metadata.get("start")
             self._check_tokens(checkpoint)
-            self._manager.load_into(checkpoint, state.sharded.blocks(live))
+            biases = choice_bias_blocks(state.choice_biases)
+            self._manager.load_into(checkpoint, {**state.sharded.blocks(live), **biases})
             state.optimizer.load_state(live)
             state.sharded.gather(state.weights)
             if step < run.train.steps:
@@ -213,7 +215,8 @@ class RunCheckpoints:
                 **({} if self._base is None else {"base": self._base}),
             },
         )
-        saved = self._state.sharded.saved(state)
+        biases = choice_bias_blocks(self._state.choice_biases)
+        saved = {**self._state.sharded.saved(state), **biases}
         self._manager.save(saved, step=step, metadata=metadata, is_best=is_best)
         self._state.drop_pages()
         self._saved_at = time.monotonic()

@@ -27,7 +27,7 @@ from sppo.report.validation import VALIDATION_FILE
 
 PLAN_FILE = "plan.json"
 SUMMARY_FILE = "run_summary.json"
-LOSS_PLOT, POSITIONS_PLOT = "loss.png", "loss_by_position.png"
+LOSS_PLOT, POSITIONS_PLOT, EXPERTS_PLOT = "loss.png", "loss_by_position.png", "experts.png"
 TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"
 _LOCK_FILE = ".lock"
 RESULT_FILES = (
@@ -36,6 +36,7 @@ RESULT_FILES = (
     SUMMARY_FILE,
     LOSS_PLOT,
     POSITIONS_PLOT,
+    EXPERTS_PLOT,
     TIMELINE_PLOT,
     TIMELINE_TRACE,
 )

@@ -33,6 +33,7 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.connections import connect_pipeline
 from sppo.training.job import Job
+from sppo.training.weights.choice_biases import ChoiceBiases, starting_choice_biases
 from sppo.training.weights.starting_weights import starting_weights
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class TrainingState:
     lane: Lane | None
     """Lane to and from that tier; None if all state stays on the device."""
     engine: Engine
+    choice_biases: ChoiceBiases
+    """Biases by which experts are chosen, of all layers."""
 
     def zero_gradients(self) -> None:
         """Zero the gradients on the device; those in another tier are overwritten by the step."""
@@ -198,6 +201,7 @@ def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = Non
         streamed = {"stages": sharded.keys_of_stages, "device": place, "lane": lane}
         used = used_weights(weights, sharded, tiers, **streamed)
         sums = StreamedGradients(gradients, **streamed) if tiers.streams_gradients else gradients
+        biases = starting_choice_biases(run, start=start, device=place)
         device.trim()  # frees memory that only the initialization used
         engine = Engine(
             run.model,
@@ -207,6 +211,8 @@ def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = Non
             offloaded=_block_store(job, plan),
             loss_terms=loss_terms(run),
             trainable=plan.trainable,
+            routing=run.routing,
+            choice_biases=biases,
             stopwatch=device.stopwatch(),
             debug=run.activations.debug,
         )
@@ -214,7 +220,9 @@ def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = Non
         if device.kind == "cuda":  # page-locking takes long, and other ranks would wait in a step
             engine.reserve_host([plan.boundaries] * plan.sequences)
         on_failure.pop_all()
-    return TrainingState(sharded, tiers, weights, gradients, optimizer, memory, lane, engine)
+    return TrainingState(
+        sharded, tiers, weights, gradients, optimizer, memory, lane, engine, biases
+    )
 
 
 def _block_store(job: Job, plan: ExecutionPlan) -> BlockStore | None:

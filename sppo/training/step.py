@@ -36,6 +36,7 @@ from sppo.schedule.actions import Action
 from sppo.training.interruption import NonFiniteError
 from sppo.training.job import Job
 from sppo.training.state import TrainingState
+from sppo.training.weights.choice_biases import balance_
 
 START_ANEW = (
     "earlier checkpoints are untouched: start anew in another train.output with a lower "
@@ -194,6 +195,9 @@ class DoneStep:
     """Factor by which an update scales the gradients to clip them."""
     norms: dict[str, dict[str, float]] | None
     """Norms of weights and gradients by kind of parameter; None if this step has none."""
+    expert_loads_LX: Tensor | None
+    """Number of tokens, of all ranks, that chose each expert of each layer, in float64 on the host;
+    None for a model without experts."""
     lr: float | None
     """Learning rate of the update; None if the update was skipped."""
     copies: CopyReport
@@ -228,13 +232,16 @@ def run_step(
         PeerLostError: The device, which may wait for other ranks, made no progress for too long.
     """
     device, peers = job.device, job.peers
-    (num_valid,) = map(int, peers.total([work.num_valid * job.mesh.speaks_for_replica]))
+    own = work.num_valid, sum(len(sequence.tokens_S) for sequence in work.sequences)
+    speaks = job.mesh.speaks_for_replica
+    num_valid, num_tokens = map(int, peers.total([count * speaks for count in own]))
     state.zero_gradients()
     begin = time.perf_counter()
     result = state.engine.accumulate(
         [device.put(sequence) for sequence in work.sequences],
         work.boundaries,
         num_valid=num_valid,
+        num_tokens=num_tokens,
         planned=work.planned,
         before_action=before_action,
         on_failure=job.progress.failed,
@@ -252,15 +259,30 @@ def run_step(
     norms = state.norms_by_kind(peers) if every and work.number % every == 0 else None
     clipped = clip_factor(sums.norm, clip_norm=clip_norm)
     lr = decide(sums)
+    loads_LX = _expert_loads(job, result)
     if lr is not None:
         state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
+        if loads_LX is not None:
+            balance_(state.choice_biases, loads_LX, amount=job.run.routing.bias_update)
     device.synchronize()
     seconds = time.perf_counter() - began_s
     copies = state.add_tier_bytes(state.engine.take_copies())
     copies = copies.without_host if device.kind == "cpu" else copies
     peaks = state.engine.take_peaks()
     rest_s = seconds - actions_s
-    return DoneStep(result, sums, clipped, norms, lr, copies, peaks, seconds, rest_s)
+    return DoneStep(result, sums, clipped, norms, loads_LX, lr, copies, peaks, seconds, rest_s)
+
+
+def _expert_loads(job: Job, result: StepResult) -> Tensor | None:
+    """Return the loads of the experts of all layers, of all ranks; None without experts."""
+    model = job.run.model
+    if model.experts is None:
+        return None
+    own_LX = torch.zeros(model.num_layers, model.experts.count, dtype=torch.float64)
+    for layer, loads_X in result.expert_loads.items():
+        own_LX[layer] = loads_X
+    total = job.peers.total(own_LX.flatten().tolist())
+    return torch.tensor(total, dtype=torch.float64).view_as(own_LX)
 
 
 def await_device(job: Job, executed: Trace, *, what: str, predicted_s: float) -> None:

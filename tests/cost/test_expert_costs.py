@@ -40,6 +40,24 @@ def test_many_rows_of_each_expert_take_as_long_as_their_flops():
     assert passes(tokens)["forward"]["products"][0] == pytest.approx(flops / peak, rel=0.02)
 
 
+def test_experts_fill_a_gpu_together_but_not_their_last_tiles():
+    """With 4Ki tokens each expert has 256 rows: two full tiles and a half empty one on average."""
+    flops = 2 * 4096 * PER_TOKEN * 3 * 2048 * 768
+    peak = H100.device.bf16_flops_per_s * H100.device.gemm_efficiency
+    experts_s = passes(4096)["backward"]["products"][0] - dense_products(4096)
+    assert experts_s == pytest.approx(1.25 * flops / peak, rel=0.06)
+
+
+def dense_products(tokens):
+    """Return the seconds of the same layer's products outside of experts."""
+    model = MODEL.model_copy(update={"experts": None})
+    (kind,) = kinds_of_model(MODEL, EVERYTHING)
+    outside = tuple(own for own in kind.shapes if not own[0].startswith("expert_"))
+    workload = Workload(model, H100)
+    found = layer_parts(workload, parts_of_sequence((tokens,)), kind=kind._replace(shapes=outside))
+    return found["backward"]["products"][0]
+
+
 def test_gradients_of_all_experts_are_summed_for_every_subsequence():
     sums = passes(1024, 2048)["weight"]["gradient_sums"]
     weights = EXPERT_WEIGHTS + 2048 * (2 * 4096 + 2 * 512 + 128)

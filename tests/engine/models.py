@@ -5,9 +5,12 @@ Norm weights of one and biases of zero would hide a norm or bias that is forgott
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 
 from sppo.config.model import ModelConfig
+from sppo.config.routing import NO_ROUTING_LOSSES
 from sppo.cost.trainable import EVERYTHING
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
@@ -25,6 +28,36 @@ BASE = {
     "head_size": 6,  # E = 12 is not N * D = 24
     "mlp_size": 18,
     "max_positions": 64,
+}
+EXPERTS = {
+    "softmax": {"count": 5, "per_token": 2, "mlp_size": 7, "normalize": True},
+    "gpt-oss": {
+        "count": 4,
+        "per_token": 2,
+        "mlp_size": 9,
+        "score": "softmax_chosen",
+        "bias": True,
+        "router_bias": True,
+    },
+    "glm": {
+        "count": 6,
+        "per_token": 2,
+        "mlp_size": 7,
+        "score": "sigmoid",
+        "normalize": True,
+        "scale": 2.5,
+        "groups": 3,
+        "groups_per_token": 2,
+        "shared_mlp_size": 5,
+        "dense_layers": 1,
+    },
+    "qwen2": {
+        "count": 6,
+        "per_token": 3,
+        "mlp_size": 5,
+        "shared_mlp_size": 9,
+        "shared_switch": True,
+    },
 }
 GPT = {**FAMILIES["gpt2"], "tie_embeddings": True}
 VARIANTS = {
@@ -55,6 +88,17 @@ VARIANTS = {
         "rope_scaling": ROPES["linear"],
     },
     "learned positions, q/k-norm, swiglu": {"position": "learned", "qk_norm": True},
+    "olmo: post norms, q/k-norm of all heads": FAMILIES["olmo"],
+    "gemma: norms on both sides": {**FAMILIES["gemma"], "num_kv_heads": 2},
+    "gpt-oss: sinks, window": {**FAMILIES["gpt-oss"], "num_kv_heads": 2},
+    "granite: scales, no rotation in layer 1": FAMILIES["granite"],
+    "glm: both norms, partial rotation": {
+        **FAMILIES["glm"],
+        "num_kv_heads": 1,
+        "rotary_fraction": 0.7,
+    },
+    "experts": {"experts": EXPERTS["softmax"], "num_kv_heads": 2},
+    "experts, first layer dense": {"experts": EXPERTS["glm"], "num_kv_heads": 1},
 }
 
 
@@ -67,10 +111,10 @@ def random_weights(model, *, seed=0, dtype=torch.float64, trainable=EVERYTHING):
     weights = {}
     for name, shape in trainable.parameter_shapes(model).items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if len(shape) == 2:
-            weight = noise * (0.7 if "embed" in name or "positions" in name else shape[1] ** -0.5)
+        if len(shape) >= 2 and not name.endswith("bias"):
+            weight = noise * (0.7 if "embed" in name or "positions" in name else shape[-1] ** -0.5)
         elif name.endswith("norm.weight"):
-            weight = 1.0 + 0.4 * noise
+            weight = 0.4 * noise + (not model.norm_offset)
         else:
             weight = 0.5 * noise
         weights[name] = weight.to(dtype)
@@ -114,9 +158,19 @@ def engine_step(model, weights, sequences, cuts, *, policy="retain"):
     return Trained(model, weights, policy=policy).step(sequences, cuts)
 
 
-def autograd_step(model, weights, sequences, *, terms=CROSS_ENTROPY, trainable=EVERYTHING):
+def autograd_step(
+    model,
+    weights,
+    sequences,
+    *,
+    terms=CROSS_ENTROPY,
+    trainable=EVERYTHING,
+    routing=NO_ROUTING_LOSSES,
+    choice_biases=MappingProxyType({}),
+):
     leaves = {n: w.detach().clone().requires_grad_(trainable.trains(n)) for n, w in weights.items()}
-    loss = reference_loss(model, merged(leaves, trainable), sequences, terms=terms)
+    whole = {**merged(leaves, trainable), **choice_biases}
+    loss = reference_loss(model, whole, sequences, terms=terms, routing=routing)
     loss.backward()
     return loss.detach(), {n: leaf.grad for n, leaf in leaves.items() if leaf.requires_grad}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo.kernels import cross_entropy, elementwise, fused, rotary
+from sppo.kernels import cross_entropy, elementwise, fused, rotary, sinks
 from sppo.kernels.attention import interface, merged_output
 from sppo.kernels.attention.choice import KERNELS
 from tests.engine.models import (
@@ -21,8 +21,12 @@ SOME_VARIANTS = (
     "mqa, window, biases",
     "gpt",
     "mixed: layernorm, rotary, q/k-norm, linear",
+    "gemma: norms on both sides",
+    "gpt-oss: sinks, window",
+    "granite: scales, no rotation in layer 1",
+    "glm: both norms, partial rotation",
 )
-"""Both norms, all kinds of positions and heads, gated and plain MLPs, a window."""
+"""Both norms, all kinds of positions and heads, every activation, a window, sinks, scales."""
 
 
 @pytest.fixture
@@ -30,12 +34,15 @@ def triton_everywhere(monkeypatch):
     """As on a GPU: for norms, activations, rotary turns, the loss, and merges of attention."""
     need_triton("cpu")
     monkeypatch.setattr(interface, "kernel_of", lambda call: KERNELS["torch_blocks"])
-    for module in (fused, elementwise, rotary, merged_output, cross_entropy):
+    for module in (fused, elementwise, rotary, merged_output, cross_entropy, sinks):
         monkeypatch.setattr(module, "fused", lambda x: True)
 
 
 @pytest.mark.parametrize(
-    "variant", default_of(SOME_VARIANTS, "mixed: layernorm, rotary, q/k-norm, linear")
+    "variant",
+    default_of(
+        SOME_VARIANTS, "mixed: layernorm, rotary, q/k-norm, linear", "gpt-oss: sinks, window"
+    ),
 )
 def test_a_step_has_the_gradients_of_the_plain_model(variant, triton_everywhere):
     model = tiny_model(variant)

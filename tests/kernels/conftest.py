@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.kernels import cross_entropy, elementwise, fused, rotary
+from sppo.kernels import cross_entropy, elementwise, fused, rotary, sinks
 from sppo.kernels.attention import merged_output
 from tests.kernels.operands import poison_fresh_memory
 from tests.kernels.places import NO_GPU, need_triton
@@ -26,7 +26,7 @@ def device(request, monkeypatch):
     asked = []
     if request.param == "triton-cpu":
         need_triton("cpu")
-        for module in (fused, elementwise, rotary, merged_output, cross_entropy):
+        for module in (fused, elementwise, rotary, merged_output, cross_entropy, sinks):
             monkeypatch.setattr(module, "fused", lambda x: asked.append(x) or True)
     yield request.param.removeprefix("torch-").removeprefix("triton-")
     assert asked or request.param != "triton-cpu", "no kernel of Triton's was launched"

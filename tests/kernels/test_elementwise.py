@@ -24,7 +24,8 @@ from tests.tiers import each_once
 
 SHAPES = [(1, 7), (37, 100), (5, 3, 64), (300, 33), (3, 4100)]
 EPS = 1e-5
-KINDS = ["swiglu", "gelu", "gelu_tanh"]
+GATED = ["swiglu", "geglu_tanh", "swiglu_clamped"]
+KINDS = [*GATED, "gelu", "gelu_tanh", "relu2"]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 each_norm = pytest.mark.parametrize("has_bias", [False, True], ids=["rms", "layer"])
@@ -82,6 +83,23 @@ def test_norms(shape, dtype, has_bias, device):
     assert nothing == [None, None]
 
 
+@every_dtype
+def test_a_norm_weight_that_is_an_offset_from_one(dtype, device):
+    """It is added in the accumulation type: 1.001 is a number that halves do not have."""
+    x, dy, total, weight = random(*[(61, 96)] * 3, (96,), dtype=dtype, device=device)
+    weight *= 1e-3
+    expected, (dx, dweight) = by_autograd(lambda x, w: plain_norm(x, 1 + w), (x, weight), dy)
+    y = elementwise.norm(x, weight, eps=EPS, offset=True)
+    assert_close(y, expected, tolerance=TOLERANCE[dtype])
+    if dtype == torch.float16:
+        assert (y.cpu() != expected.to(dtype)).double().mean() <= 0.01
+    ours = elementwise.norm_backward(dy, x, weight, eps=EPS, offset=True)
+    assert_close(ours[0], dx, tolerance=TOLERANCE[dtype])
+    assert_close(ours[1], dweight, tolerance=2 * accumulation_tolerance(dtype))
+    normed = elementwise.add_norm_(total, x, weight, eps=EPS, offset=True)
+    assert torch.equal(normed, elementwise.norm(total, weight, eps=EPS, offset=True))
+
+
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_rms_norm_of_small_and_large_rows(size, device):
     x, dy, weight = random((13, 1), (13, 1), (1,), dtype=torch.float64, device=device)
@@ -128,6 +146,14 @@ def test_norms_keep_to_their_rows(dtype, has_bias, device):
 def plain_activation(kind):
     if kind == "swiglu":
         return lambda gate, up: gate * torch.sigmoid(gate) * up
+    if kind == "geglu_tanh":
+        return lambda gate, up: functional.gelu(gate, approximate="tanh") * up
+    if kind == "swiglu_clamped":
+        return lambda gate, up: (
+            gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
+        )
+    if kind == "relu2":
+        return lambda up: up.clamp(min=0) ** 2
     return lambda up: functional.gelu(up, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
@@ -136,7 +162,7 @@ def plain_activation(kind):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (13, 333)], ids=str)
 def test_activations(shape, kind, dtype, device):
     gate, up, dhidden = (3 * x for x in random(shape, shape, shape, dtype=dtype, device=device))
-    gate = gate if kind == "swiglu" else None
+    gate = gate if kind in GATED else None
     inputs = [x for x in (gate, up) if x is not None]
     y, gradients = by_autograd(plain_activation(kind), inputs, dhidden)
     tolerance = 2 * TOLERANCE[dtype]
@@ -153,8 +179,9 @@ def test_activations(shape, kind, dtype, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_far_out(kind, dtype, device):
     up = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4], device=device).to(dtype)
-    gate = up.clone() if kind == "swiglu" else None
-    up = torch.ones_like(up) if kind == "swiglu" else up
+    up = up.clamp(-90, 90) if kind == "relu2" else up  # whose square fp16 has
+    gate = up.clone() if kind in GATED else None
+    up = torch.ones_like(up) if kind in GATED else up
     expected = plain_activation(kind)(*exact(*(x for x in (gate, up) if x is not None)))
     hidden = elementwise.activation(gate, up, kind=kind)
     assert_close(hidden, expected, tolerance=2 * TOLERANCE[dtype])
@@ -164,25 +191,25 @@ def test_activations_far_out(kind, dtype, device):
 
 
 def by_matrices(x, table):
-    """Every pair (i, i + D/2) times its own 2x2 matrix."""
-    half = x.shape[-1] // 2
+    """Every pair (i, i + P) times its own 2x2 matrix, and the rest of a head as it is."""
+    half = table.cos.shape[-1]
     turns = torch.stack([table.cos, -table.sin, table.sin, table.cos], -1)
     turns = turns.unflatten(-1, (2, 2)).expand(*x.shape[:2], half, 2, 2)
-    pairs = torch.stack([x[..., :half], x[..., half:]], -1)
+    pairs = torch.stack([x[..., :half], x[..., half : 2 * half]], -1)
     turned = torch.einsum("chpij,chpj->chpi", turns, pairs)
-    return torch.cat([turned[..., 0], turned[..., 1]], -1)
+    return torch.cat([turned[..., 0], turned[..., 1], x[..., 2 * half :]], -1)
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    each_once([(1, 1, 2), (7, 3, 10), (13, 5, 96), (3, 33, 64)], DTYPES),
+    ("shape", "pairs", "dtype"),
+    each_once([(1, 1, 2), (7, 3, 10), (13, 5, 96), (3, 33, 64)], [1, 5, 36, 32], DTYPES),
     ids=str,
 )
-def test_rotary(shape, dtype, device):
+def test_rotary(shape, pairs, dtype, device):
     acc_dtype = elementwise.accumulation_dtype(dtype)
     x, dy = random(*[(*shape[:2], 2 * shape[2])] * 2, dtype=dtype, device=device)
     x, dy = x[:, :, : shape[2]], dy[:, :, : shape[2]]
-    (angle,) = random((shape[0], 1, shape[2] // 2), dtype=acc_dtype, device=device, seed=1)
+    (angle,) = random((shape[0], 1, pairs), dtype=acc_dtype, device=device, seed=1)
     table = RotaryTable(1.3 * angle.cos(), 1.3 * angle.sin())
     exact_table = RotaryTable(*exact(table.cos, table.sin))
     y, (dx,) = by_autograd(lambda x: by_matrices(x, exact_table), (x,), dy)
@@ -213,13 +240,13 @@ def test_merge(dtype, device):
 
 
 @pytest.mark.parametrize("device", ["torch-cpu"], indirect=True)
-@pytest.mark.parametrize("kind", ["swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["swiglu", "swiglu_clamped", "gelu_tanh"])
 def test_tiles_of_rows_make_no_difference(kind, monkeypatch, device):
     def everything():
         x, dy, up, dup, weight = random(
             (70, 96), (70, 96), (70, 40), (70, 40), (96,), dtype=torch.bfloat16, device=device
         )
-        gate = up.flip(0).clone() if kind == "swiglu" else None
+        gate = up.flip(0).clone() if kind in GATED else None
         (angle,) = random((70, 1, 4), dtype=torch.float32, device=device)
         inner = elementwise.activation_backward_(dup, gate, up, kind=kind)
         return [

@@ -72,6 +72,21 @@ def test_losses_and_gradient(shape, terms, dtype, device):
 
 
 @pytest.mark.parametrize(("terms", "dtype"), each_once(TERMS, DTYPES), ids=str)
+def test_a_scale_of_the_logits(terms, dtype, device):
+    """Applied in the accumulation type, in which 0.13 is exact enough, before all else."""
+    (logits,) = random((7, 1500), dtype=dtype, device=device)
+    labels, (exact_logits,) = random_labels(7, 1500, device=device), exact(logits)
+    losses, gradient = by_definition(0.13 * exact_logits, labels, *terms)
+    options = {"terms": LossTerms(*terms), "logits_scale": 0.13}
+    alone, correct = token_losses(logits.clone(), labels, **options)
+    ours, same = token_losses(logits, labels, scale=SCALE, **options)
+    for found in (alone, ours):
+        assert_close(found, losses, tolerance=accumulation_tolerance(dtype))
+    assert torch.equal(correct, same)
+    assert_close(logits, 0.13 * gradient, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("terms", "dtype"), each_once(TERMS, DTYPES), ids=str)
 def test_one_word(terms, dtype, device):
     """Certain: nothing is left but the z-loss. The gradient is what is left of terms of about 1."""
     (logits,) = random((9, 1), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Tiny random transformers models of the five families, as oracles for SPPO's models.
+"""Tiny random transformers models of all families, as oracles for SPPO's models.
 
 All weights are random: transformers initializes norms with one and biases with zero, which would
 hide a forgotten norm or bias.
@@ -12,8 +12,6 @@ import torch
 from sppo.config.huggingface.model_config import model_fields
 from sppo.config.model import ModelConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -22,6 +20,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 """Keys of a ``rope_scaling``."""
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e5,
+    "original_max_position_embeddings": 64,
+}
 
 _ROTARY = {
     "vocab_size": 61,
@@ -32,6 +37,8 @@ _ROTARY = {
     "intermediate_size": 44,
     "max_position_embeddings": 256,
 }
+_SIX = {**_ROTARY, "num_hidden_layers": 6, "pad_token_id": None}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # Where a family lets them differ, hidden_size 24 is not num_attention_heads * head_dim = 60.
 _TINY = {
     "llama": {**_ROTARY, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
@@ -49,7 +56,45 @@ _TINY = {
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
     },
+    "ministral": {
+        **{**_SIX, "head_dim": 10, "sliding_window": 9},
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    "smollm3": {**_SIX, "attention_bias": True, "no_rope_layer_interval": 3},
+    "seed_oss": {**_SIX, "head_dim": 10, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "phi3": {**_SIX, "hidden_size": 48, "partial_rotary_factor": 0.75, "sliding_window": 9},
+    "granite": {
+        **{**_SIX, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
+        **{"residual_multiplier": 0.7, "logits_scaling": 3.0},
+    },
+    "olmo2": {**_SIX, "attention_bias": True},
+    "olmo3": {**_SIX, "sliding_window": 7, "rope_parameters": {"full_attention": YARN}},
+    "gemma3_text": {
+        **_SIX,
+        "head_dim": 10,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 7,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}},
+    },
+    "glm4": {**_SIX, "head_dim": 8, "attention_bias": True},
+    "mixtral": {**_SIX, **_EXPERTS, "num_local_experts": 5, "sliding_window": 9},
+    "qwen2_moe": {**_SIX, **_EXPERTS, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": {**_SIX, **_EXPERTS, "head_dim": 10, "norm_topk_prob": True},
+    "olmoe": {**_SIX, **_EXPERTS},
+    "gpt_oss": {
+        **{**_SIX, **_EXPERTS, "head_dim": 10, "num_local_experts": 5, "sliding_window": 9},
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+    "glm4_moe": {
+        **{**_SIX, **_EXPERTS, "head_dim": 8, "n_routed_experts": 6, "n_shared_experts": 2},
+        **{"n_group": 3, "topk_group": 2, "first_k_dense_replace": 2, "num_mtp_layers": 0},
+        **{"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
+    },
 }
+"""Six layers, where some are different: each kind occurs twice. Windows are shorter than tests."""
+
+FAMILIES = tuple(_TINY)
 _SIZES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -57,6 +102,10 @@ _SIZES = {
     "intermediate_size": "n_inner",
     "max_position_embeddings": "n_positions",
 }
+
+
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+"""Implementations that also work in float64."""
 
 
 def tiny_hf_model(family, *, seed=0, **options):
@@ -72,7 +121,7 @@ def tiny_hf_model(family, *, seed=0, **options):
     values = {**_TINY[family], "bos_token_id": None, "eos_token_id": None, **options}
     values = copy.deepcopy(values)  # transformers writes into the mappings it is given
     config = AutoConfig.for_model(family, **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, **EAGER).eval()
     randomize(model, seed=seed)
     return model, ModelConfig.model_validate(model_fields(model.config.to_dict()))
 
@@ -81,7 +130,8 @@ def tiny_hf_model(family, *, seed=0, **options):
 def randomize(model, *, seed):
     """Norm weights near one, everything else near zero and large enough to matter."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    biases = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *biases]:
         noise = torch.randn(parameter.shape, generator=generator) * 0.15
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         parameter.copy_(noise + 1.0 if is_norm else noise)

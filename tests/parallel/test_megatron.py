@@ -17,9 +17,12 @@ from sppo.parallel.mesh_shape import Coordinates, MeshShape
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.tiers import each_once
 
+OF_ALL_HEADS = "olmo: post norms, q/k-norm of all heads"
+SHARDED = [variant for variant in VARIANTS if variant != OF_ALL_HEADS]
+
 
 @pytest.mark.parametrize(
-    ("variant", "degree", "kv_heads"), each_once(VARIANTS, [1, 2, 4, 8], [8, 1, 4, 2, 1])
+    ("variant", "degree", "kv_heads"), each_once(SHARDED, [1, 2, 4, 8], [8, 1, 4, 2, 1])
 )
 def test_parts_tile_every_parameter(variant, degree, kv_heads):
     sizes = {"num_heads": 8, "head_size": 4, "mlp_size": 24, "num_kv_heads": kv_heads}
@@ -85,8 +88,13 @@ def test_narrow_sums_are_rounded_once(ranks):
         assert (own == 1.0 + 2.0**-7).all()
 
 
+def test_a_norm_over_all_heads_is_refused():
+    with pytest.raises(ValueError, match=r"qk_norm=all .*sequence_parallel=ulysses"):
+        tensor_shard(tiny_model(OF_ALL_HEADS), degree=2)
+
+
 @pytest.mark.parametrize(
-    ("variant", "degree", "kv_heads"), each_once(VARIANTS, [1, 2, 4, 8], [8, 1, 4, 2, 1])
+    ("variant", "degree", "kv_heads"), each_once(SHARDED, [1, 2, 4, 8], [8, 1, 4, 2, 1])
 )
 def test_the_planner_counts_what_the_first_rank_holds(variant, degree, kv_heads):
     sizes = {"num_heads": 8, "head_size": 4, "mlp_size": 24, "num_kv_heads": kv_heads}

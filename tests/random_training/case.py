@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ _GPT = {
     "mlp_bias": True,
     "max_positions": 128,
 }
-FAMILIES = {
+_LINEAR = {"type": "linear", "factor": 3.0}
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "qwen2": {"qkv_bias": True},
@@ -42,10 +44,52 @@ FAMILIES = {
         "output_bias": True,
     },
     "learned positions, q/k-norm": {"position": "learned", "qk_norm": True, "max_positions": 128},
+    "olmo": {
+        "norm_placement": "post",
+        "qk_norm": "all",
+        "sliding_window": 4,
+        "layer_types": ("sliding", "full"),
+        "sliding_rope_theta": 10_000.0,
+        "rope_scaling": _LINEAR,
+    },
+    "gemma": {
+        "norm_placement": "both",
+        "norm_offset": True,
+        "qk_norm": "head",
+        "mlp": "geglu_tanh",
+        "sliding_window": 3,
+        "layer_types": ("sliding", "full"),
+        "sliding_rope_theta": 20.0,
+        "attention_scale": 0.31,
+        "embedding_scale": 3.45,
+        "tie_embeddings": True,
+    },
+    "gpt-oss": {
+        "mlp": "swiglu_clamped",
+        "mlp_bias": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 3,
+        "layer_types": ("sliding", "full"),
+    },
+    "granite": {
+        "mlp": "relu2",
+        "rotary_layers": (True, False),
+        "attention_scale": 0.15,
+        "embedding_scale": 2.5,
+        "residual_scale": 0.6,
+        "logits_scale": 0.4,
+    },
+    "glm": {
+        "norm_placement": "both",
+        "qkv_bias": True,
+        "residual_scale": 1.3,
+    },
 }
 ROPES = {
     "": None,
-    "linear": {"type": "linear", "factor": 3.0},
+    "linear": _LINEAR,
     "llama3": {"type": "llama3", "factor": 4.0, "original_max_positions": 16},
     "yarn": {"type": "yarn", "factor": 4.0, "original_max_positions": 16},
 }
@@ -80,11 +124,22 @@ class Shape(_Short):
     window_from: int = 0
     rope: str = ""
     norm_eps: float = 1e-5
+    rotary: float = 1.0
+    """Share of a head that is rotated."""
 
     def config(self) -> ModelConfig:
+        family = FAMILIES[self.family]
+        own: dict[str, Any] = {}
+        if self.window is not None:
+            own["sliding_window"] = self.window
+            if "layer_types" not in family:
+                own["sliding_window_first_layer"] = self.window_from
+        if self.rope:
+            own["rope_scaling"] = ROPES[self.rope]
         return ModelConfig.model_validate(
             {
-                **FAMILIES[self.family],
+                **family,
+                **own,
                 "vocab_size": self.vocab_size,
                 "hidden_size": self.hidden,
                 "num_layers": self.layers,
@@ -93,10 +148,8 @@ class Shape(_Short):
                 "head_size": self.head_size,
                 "mlp_size": self.mlp_size,
                 "tie_embeddings": self.tied,
-                "sliding_window": self.window,
-                "sliding_window_first_layer": self.window_from,
-                "rope_scaling": ROPES[self.rope],
                 "norm_eps": self.norm_eps,
+                "rotary_fraction": self.rotary,
             }
         )
 

@@ -147,19 +147,21 @@ class _Draw:
         learned = FAMILIES[family].get("position") == "learned"
         layers = pick([1, 2, 2, 3, 4])
         window = self._random.randint(1, 20) if chance(0.3) else None
+        head_size = pick([4, 6, 8])
         return Shape(
             family=family,
             layers=layers,
             hidden=pick([12, 16, 24]),
             heads=kv_heads * group,
             kv_heads=kv_heads,
-            head_size=pick([4, 6, 8]),
+            head_size=head_size,
             mlp_size=pick([12, 24, 48]),
             vocab_size=pick([17, 32]),
             tied=chance(0.4),
             window=window,
             window_from=self._random.randint(0, layers) if window and chance(0.4) else 0,
             rope="" if learned or chance(0.6) else pick(list(ROPES)),
+            rotary=1 - 2 / head_size if family == "glm" else 1.0,
         )
 
     def _leg(self, shape: Shape) -> Leg:
@@ -206,7 +208,8 @@ class _Draw:
     @staticmethod
     def _splits(shape: Shape, sp: int) -> bool:
         """Whether Megatron can share the weights out."""
-        return sp > 1 and shape.mlp_size % sp == 0
+        whole_norms = FAMILIES[shape.family].get("qk_norm") == "all"
+        return sp > 1 and shape.mlp_size % sp == 0 and not whole_norms
 
     def _cuts(self, leg: Leg) -> tuple[int, ...]:
         """Cuts of subsequences that every rank has a part of, at odd places."""

@@ -15,6 +15,11 @@ LATE_WINDOW = Shape("mistral", kv_heads=2, window=3, window_from=1, rope="llama3
 TIED = Shape("llama, biases", tied=True, rope="yarn")
 GPT = Shape("gpt2", tied=True)
 MIXED = Shape("layernorm, rotary, q/k-norm, gelu", kv_heads=2, rope="linear")
+OLMO = Shape("olmo", kv_heads=2)
+GEMMA = Shape("gemma", kv_heads=2, tied=True)
+GPT_OSS = Shape("gpt-oss", kv_heads=2)
+GRANITE = Shape("granite")
+GLM = Shape("glm", kv_heads=1, head_size=6, rotary=0.7)
 MODELS = {
     "mha": MHA,
     "gqa": GQA,
@@ -338,6 +343,34 @@ FROZEN = {
 }  # fmt: skip
 """Adapters and frozen weights."""
 
+LAYERS = {
+    **{
+        f"{model.family}, {policy}": replace(case(model, 4, policy=policy, **TWO), documents=2)
+        for model in (OLMO, GEMMA, GPT_OSS, GRANITE, GLM)
+        for policy in POLICIES
+    },
+    **{
+        f"{model.family}, {name}": case(model, 4, **leg)
+        for model in (OLMO, GEMMA, GPT_OSS, GRANITE, GLM)
+        for name, leg in (
+            ("rows recomputed", {"pp": 2, "ratio": 0.6, "policy": "rebuilt", **TWO}),
+            ("shared inputs", {"virtual": 2, "input_every": 3, **LOOPED}),
+            ("keys recomputed", {"virtual": 4, "kv_recomputed": (0, 1), **LOOPED}),
+            ("all axes", {"dp": 2, "pp": 2, "sp": 2, "zero": 3, "policy": "recompute", **TWO}),
+            ("pieces", {"pp": 2, "sp": 2, "schedule": "sppo_msp", "cuts": PIECES}),
+            ("deferred", {"pp": 2, "schedule": "seq_zb_h1", **THREE}),
+        )
+    },
+    **{
+        f"{model.family}, megatron, {policy}": case(
+            model, 3, pp=1, sp=2, sequence_parallel="megatron", policy=policy, input_every=2, **TWO
+        )
+        for model in (GEMMA, GPT_OSS, GRANITE, GLM)
+        for policy in POLICIES[1:]
+    },
+}  # fmt: skip
+"""Norms, scales, sinks, rotations and windows by layer."""
+
 PINNED = {
     f"{group}: {name}": one
     for group, cases in (
@@ -347,6 +380,7 @@ PINNED = {
         ("msp", MSP),
         ("samples", PACKED),
         ("frozen", FROZEN),
+        ("layers", LAYERS),
     )
     for name, one in cases.items()
 }

@@ -7,30 +7,16 @@ Every other setting that changes the function of a model and is not supported is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from sppo.config.huggingface.families import FAMILIES, HfFamily
-from sppo.config.huggingface.settings import Json, Key, refusal, require
+from sppo.config.huggingface.families import FAMILIES, REFUSED_FAMILIES
+from sppo.config.huggingface.settings import Json, refusal
 from sppo.config.json_file import read_json
 from sppo.config.model import Family, ModelConfig
 from sppo.quoting import quoted
 
-_OFF: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("quantization_config", (), "null, plain weights"),
-    ("num_experts", (0,), "null, dense models"),
-    ("num_local_experts", (0,), "null, dense models"),
-    ("n_routed_experts", (0,), "null, dense models"),
-    ("is_encoder_decoder", (False,), "false, decoder-only models"),
-    ("add_cross_attention", (False,), "false, decoder-only models"),
-    ("is_causal", (True,), "true, causal attention"),
-    ("pruned_heads", ({}, []), "null, all heads"),
-    ("scale_attn_weights", (True,), "true, scores divided by the root of the head size"),
-    ("scale_attn_by_inverse_layer_idx", (False,), "false"),
-)
-"""Keys that must be absent, null, or have one of the given values; the text names what is
-supported."""
-
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+_NESTED = "text_config"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -63,40 +49,32 @@ def model_fields(config: Json) -> dict[str, Any]:
     Raises:
         ValueError: The family or a feature is not supported.
     """
+    config = _text_config(config)
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise refusal("model_type", name, ", ".join(FAMILIES))
-    faults = [
-        f"{key} {quoted(config[key])} (supported: {supported})"
-        for key, allowed, supported in _OFF
-        if config.get(key) is not None and config[key] not in allowed
-    ]
-    if faults:
-        raise ValueError("config.json has " + "; ".join(faults))
-    family = FAMILIES[cast(Family, name)]
-    values = _with_own_names(config, family)
-    keys = [setting for setting in family.settings if isinstance(setting, Key)]
-    require(values, [key.key for key in keys if key.is_required_size])
-    fields: dict[str, Any] = {"family": name, **family.fixed}
-    for setting in family.settings:
-        fields |= setting.read(values)
-    return fields
+    for family, record in FAMILIES.items():
+        if name == family:
+            return {"family": family, **record.read(config)}
+    if isinstance(name, str) and name in REFUSED_FAMILIES:
+        raise refusal("model_type", name, REFUSED_FAMILIES[name])
+    raise refusal("model_type", name, ", ".join(FAMILIES))
 
 
-def _with_own_names(config: Json, family: HfFamily) -> Json:
-    """Return the settings by the family's own names of keys, with its defaults for those absent.
-
-    If a key and an alias of it are both there, the key counts unless it is null.
-    """
-    values = {family.aliases.get(key, key): value for key, value in config.items()}
-    own = {key: config[key] for key in family.aliases.values() if config.get(key) is not None}
-    return {**family.defaults, **values, **own}
+def _text_config(config: Json) -> Json:
+    """Return the settings of the language model in those of a model that also sees."""
+    for name, family in FAMILIES.items():
+        if family.nested_in and config.get("model_type") == family.nested_in:
+            text = config.get(_NESTED)
+            if not isinstance(text, dict):
+                raise refusal(_NESTED, text, "a mapping of settings")
+            return {**config, **text, "model_type": name}
+    return config
 
 
 def ignored_settings(config: Json) -> tuple[str, ...]:
     """Return the settings in a ``config.json`` that training ignores, as ``key value`` texts."""
-    dropouts = sorted({key for family in FAMILIES.values() for key in family.no_dropout})
-    return tuple(f"{key} {quoted(config[key])}" for key in dropouts if config.get(key))
+    keys = {key for family in FAMILIES.values() for key in (*family.no_dropout, *family.skipped)}
+    values = _text_config(config)
+    return tuple(f"{key} {quoted(values[key])}" for key in sorted(keys) if values.get(key))
 
 
 def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -116,20 +94,16 @@ def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     if dtype not in _DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
     name = hf_family(model)
-    family = FAMILIES[name]
-    config: dict[str, Any] = {
-        "architectures": [family.architecture],
+    return {
+        "architectures": [FAMILIES[name].architecture],
         "model_type": name,
         # The older spelling of `dtype`, which every version reads.
         "torch_dtype": _DTYPES[dtype],
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        **dict.fromkeys(family.no_dropout, 0.0),
+        **FAMILIES[name].write(model),
     }
-    for setting in family.settings:
-        config |= setting.write(model)
-    return config
 
 
 def hf_family(model: ModelConfig) -> Family:
@@ -139,11 +113,12 @@ def hf_family(model: ModelConfig) -> Family:
         ValueError: No family, or not ``model.family``, computes exactly this model.
     """
     candidates = tuple(FAMILIES) if model.family is None else (model.family,)
-    misfits = {name: list(FAMILIES[name].misfits(model)) for name in candidates}
-    for name, reasons in misfits.items():
-        if not reasons:
+    lines = []
+    for name in candidates:
+        misfits = FAMILIES[name].misfits(model)
+        if not misfits:
             return name
-    lines = [f"  {name}: {'; '.join(reasons)}" for name, reasons in misfits.items()]
+        lines.append(f"  {name}: {'; '.join(misfits)}")
     head = "no Hugging Face family computes exactly this model:"
     if model.family is not None:
         head = f"{model.family} does not compute this model; use another family or null:"

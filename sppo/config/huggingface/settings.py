@@ -1,19 +1,41 @@
 """Settings of a Hugging Face ``config.json``, each of which reads and writes some model fields.
 
-Errors name the key and the value.
+Fields of experts are called ``experts.count`` and so on. Writing accepts every model; reading back
+what was written shows whether a family holds the model. Errors name the key and the value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from sppo.config.model import ModelConfig
 from sppo.quoting import quoted
 
 Json = Mapping[str, Any]
+
+
+class Setting(Protocol):
+    """One or several keys, and the model fields that they determine."""
+
+    def read(self, config: Json) -> dict[str, Any]:
+        """Return the model fields; raise ValueError for values that are not supported."""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of any model."""
+
+
+def field_of(model: ModelConfig, field: str) -> Any:
+    """Return the value of a model field; that of an expert field is None without experts."""
+    section, _, name = field.rpartition(".")
+    return getattr(getattr(model, section) if section else model, name, None)
+
+
+def score_scale(model: ModelConfig) -> float:
+    """Return the factor of the attention scores."""
+    return model.attention_scale or model.head_dim**-0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +50,8 @@ class Key:
     """Returns the field if the key is absent or null; None if ``parse`` decides."""
     also: str | None = None
     """Older name of the key, which is written as well."""
+    form: Callable[[ModelConfig], Any] | None = None
+    """Returns the value to write; None if it is the field."""
 
     @property
     def is_required_size(self) -> bool:
@@ -41,8 +65,8 @@ class Key:
         return {self.field: self.parse(config, self.key)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key; no key for a field that is null."""
-        value = getattr(model, self.field)
+        """Return the key; no key for a value of null."""
+        value = field_of(model, self.field) if self.form is None else self.form(model)
         names = [name for name in (self.key, self.also) if name is not None]
         return {} if value is None else dict.fromkeys(names, value)
 
@@ -64,75 +88,34 @@ class Choice:
         return {self.field: self.words[word]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key."""
-        value = getattr(model, self.field)
-        return {self.key: next(word for word, ours in self.words.items() if ours == value)}
+        """Return the key; its first word for a value that has none."""
+        value = field_of(model, self.field)
+        words = [word for word, ours in self.words.items() if ours == value]
+        return {self.key: [*words, *self.words][0]}
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
-    """Keys of the sliding window, and of the layers that have it."""
+class Derived:
+    """A model field that other keys determine."""
 
-    used: Literal["never", "always", "in last layers"]
-    """always: in all layers if there is a window; in last layers: if a flag says so."""
+    field: str
+    read_from: Callable[[Json], Any]
 
     def read(self, config: Json) -> dict[str, Any]:
-        """Return the window, and the first layer that has it."""
-        layers = integer(config, "num_hidden_layers")
-        window, first = None, layers
-        if self._is_used(config):
-            window, first = integer(config, "sliding_window"), self._first_layer(config)
-        kinds = config.get("layer_types")
-        if kinds is not None:
-            first = _first_sliding(kinds, layers=layers, windowed=window is not None)
-            if self.used == "always" and window is not None and first > 0:
-                raise refusal("layer_types", kinds, "sliding_attention in all layers")
-        if first >= layers:
-            window, first = None, 0
-        kinds = ["full"] * first + ["sliding"] * (layers - first)
-        return {"sliding_window": window, "layer_types": kinds if first else None}
-
-    def _is_used(self, config: Json) -> bool:
-        if self.used == "in last layers" and not flag(config, "use_sliding_window"):
-            return False
-        return self.used != "never" and config.get("sliding_window") is not None
-
-    def _first_layer(self, config: Json) -> int:
-        if self.used == "always":
-            return 0
-        first = config.get("max_window_layers")
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise refusal("max_window_layers", first, "a whole number of at least 0")
-        return first
+        """Return the model field."""
+        return {self.field: self.read_from(config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys; none if the family has no windows."""
-        windows = [model.layer_type(layer).window for layer in range(model.num_layers)]
-        window = windows[-1]
-        if self.used == "never":
-            return {}
-        if self.used == "always":
-            return {"sliding_window": window}
-        first = model.num_layers if window is None else windows.index(window)
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "max_window_layers": first,
-        }
+        """Return no key."""
+        return {}
 
 
-def _first_sliding(kinds: object, *, layers: int, windowed: bool) -> int:
-    """Return the index of the first sliding-attention layer; `layers` if there is none."""
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise refusal("layer_types", kinds, f"one entry for each of {layers} layers")
-    first = next((i for i, kind in enumerate(kinds) if kind != "full_attention"), layers)
-    if any(kind != "sliding_attention" for kind in kinds[first:]):
-        raise refusal(
-            "layer_types", kinds, "full_attention layers followed by sliding_attention layers"
-        )
-    if first < layers and not windowed:
-        raise refusal("layer_types", kinds, "full_attention only, as no sliding_window is in use")
-    return first
+def shortest_pattern(entries: Sequence[Any]) -> list[Any]:
+    """Return the shortest beginning of `entries` that, repeated, gives all of them."""
+    for length in range(1, len(entries)):
+        if all(entry == entries[i % length] for i, entry in enumerate(entries)):
+            return list(entries[:length])
+    return list(entries)
 
 
 def refusal(key: str, value: object, supported: str) -> ValueError:
@@ -149,9 +132,14 @@ def require(values: Json, keys: Iterable[str]) -> None:
 
 def integer(values: Json, key: str) -> int:
     """Return the whole number under `key`; raise ValueError unless it is one of at least 1."""
+    return whole_number(values, key, least=1)
+
+
+def whole_number(values: Json, key: str, *, least: int = 0) -> int:
+    """Return the whole number under `key`; raise ValueError if it is none, or below `least`."""
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise refusal(key, value, "a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise refusal(key, value, f"a whole number of at least {least}")
     return value
 
 

@@ -12,7 +12,28 @@ from sppo.config.model.experts import Experts
 from sppo.config.model.layer_type import LayerType
 from sppo.config.model.rope_scaling import RopeScaling
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gpt2",
+    "ministral",
+    "smollm3",
+    "seed_oss",
+    "phi3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
+    "glm4",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "glm4_moe",
+]
 Activation = Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
 
 _Entry = TypeVar("_Entry")

@@ -153,6 +153,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
         "rope_theta": 250_000.0,
         "max_positions": 16384,
+        # Its layers are Llama's, too, and its files are not.
+        "family": "phi3",
     },
     "smollm3-3b": {
         **_shape(36, 2048, 16, 4, 11008),

@@ -20,8 +20,12 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
-from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.live_sets import cpu_attention_live_sets, gpu_attention_live_sets
+from sppo.cost.live_sets import (
+    cpu_attention_live_sets,
+    expert_live_sets,
+    gpu_attention_live_sets,
+    mlp_live_sets,
+)
 from sppo.cost.live_sets.cpu_scratch import (
     mlp_gradient_bytes,
     product_bytes,
@@ -52,10 +56,8 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
         yield f"attention forward, {name}", base_attention + live
     # x_mid, and with norms of outputs the saved output of attention.
     base += queries + outputs + s.hidden_bytes + s.output_bytes * (LINEAR not in recomputed)
-    of_inputs = s.adapter_bytes("gate" if s.model.gated else "up") + product_bytes(s)
-    yield "MLP inputs", base + s.normed_bytes + s.gates_bytes + of_inputs
-    of_output = s.hidden_bytes + s.adapter_bytes("down") + product_bytes(s)
-    yield "MLP output", base + s.gates_bytes + s.mlp_bytes + of_output
+    for name, live in _mlp(s).mlp_forward(s):
+        yield name, base + live
 
 
 def layer_backward(
@@ -81,19 +83,13 @@ def layer_backward(
         for name, live in _attention(s).attention_forward(s):
             yield f"attention recomputed, {name}", base + queries + live
     base += queries + (s.query_bytes + s.lse_bytes if own_attention else 0)
-    inner = s.normed_bytes + s.mlp_bytes  # n2, dhidden
-    inner += s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
+    inputs = s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
     # With norms of outputs: x_mid beside the output of attention, and the gradient of the MLP's
     # output, whose own memory is free.
-    inner += 2 * s.output_bytes
+    inputs += 2 * s.output_bytes
     base -= s.output_bytes * (LINEAR in s.freed)
-    tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element_bytes // ACCUMULATION_BYTES
-    down, up, gate = map(s.adapter_bytes, ("down", "up", "gate"))
-    yield "activation backward", base + inner + tiles + down
-    # With adapters, u and its gradient of each projection in turn.
-    yield "gradients of the output's factors", base + inner + 2 * down + mlp_gradient_bytes(s)
-    factors = gate + max(up, gate) if s.model.gated else up
-    yield "MLP backward", base + inner + s.hidden_bytes + factors + mlp_gradient_bytes(s)  # dn2
+    for name, live in _mlp(s).mlp_backward(s):
+        yield name, base + inputs + live
     freed = (s.gates_bytes + s.hidden_bytes) * (LINEAR in s.freed)
     base += s.hidden_bytes + s.query_bytes - freed  # dx_mid, do
     for name, live in _attention(s).attention_backward(s):
@@ -123,6 +119,11 @@ def loss(s: TensorSizes) -> Iterator[LiveSet]:
     scratch = weight_gradient_bytes(s, vocabulary, hidden) if trains else product_bytes(s)
     yield "logit gradients", base + logits + scratch
     yield "final norm", base + s.hidden_bytes + tiles_bytes(s, 5, width=hidden)
+
+
+def _mlp(s: TensorSizes) -> ModuleType:
+    """Return the module with the live sets of the MLP, or of the experts, of the layer."""
+    return expert_live_sets if s.kind.type.routed else mlp_live_sets
 
 
 def _attention(s: TensorSizes) -> ModuleType:

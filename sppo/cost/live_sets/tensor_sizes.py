@@ -6,6 +6,10 @@ MLP width, e element bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+
+from sppo.activations.tensor_classes import mlp_widths
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.layer_kinds import LayerKind, layer_kinds, num_rotations
@@ -29,7 +33,7 @@ class TensorSizes:
         retained: Tensor classes whose saved tensors stay in memory of torch's allocator.
         defers: Whether weight halves of backwards are deferred and keep saved tensors as operands;
             otherwise retained classes are freed as soon as backward has used them.
-        kind: Adapters of the layer, and what trains in it; None for those of the last layer.
+        kind: Kind of the layer; None for that of the last layer.
     """
 
     def __init__(
@@ -86,20 +90,43 @@ class TensorSizes:
         """Bytes of the gradient of k, or v, of one token in the key heads of one device."""
         self.lse_bytes = self.pooled(accumulation * model.num_heads)
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
-        self.mlp_bytes = self.pooled(compute * model.mlp_size)
-        """Bytes of gate, up, the activation's output, or a gradient of one of them."""
-        self.gates_bytes = (2 if model.gated else 1) * self.mlp_bytes
-        """Bytes of the inputs of the MLP's activation: gate and up, or up alone."""
-        self.rotary_bytes = 2 * self.pooled(accumulation * model.rotary_size // 2)
-        self.rotary_bytes *= num_rotations(model, workload.trainable)
-        """Bytes of the rotary cosines and sines of the subsequence, for each rotation of layers."""
-
         self.kind = kind or layer_kinds(model, workload.trainable)[-1]
-        """Adapters of the layer, and what trains in it."""
+        """Type of the layer, its adapters, and what trains in it."""
         self._ranks = {
             name.removesuffix(f".{LORA_A}"): rank
             for name, (rank, _) in self.kind.recomputed_factors
         }
+
+    @cached_property
+    def _mlp_widths(self) -> Mapping[str, int]:
+        """Widths of the inputs of activations in the MLP of the layer, by name."""
+        return mlp_widths(self.model, self.kind.type)
+
+    @property
+    def mlp_bytes(self) -> int:
+        """Bytes of gate, up, the activation's output, or a gradient of one of them.
+
+        With experts, of those of all experts of each token.
+        """
+        return self.pooled(self.tokens * self.element_bytes * self._mlp_widths["up"])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the same tensors of the MLP that all tokens share beside experts."""
+        width = self._mlp_widths.get("shared_up", 0)
+        return self.pooled(self.tokens * self.element_bytes * width)
+
+    @property
+    def gates_bytes(self) -> int:
+        """Bytes of the inputs of all activations of the MLP: gates and ups, or up alone."""
+        compute = self.tokens * self.element_bytes
+        return sum(self.pooled(compute * width) for width in self._mlp_widths.values())
+
+    @property
+    def rotary_bytes(self) -> int:
+        """Bytes of the rotary cosines and sines of the subsequence, for each rotation of layers."""
+        table = 2 * self.pooled(self.tokens * ACCUMULATION_BYTES * self.model.rotary_size // 2)
+        return table * num_rotations(self.model, self.workload.trainable)
 
     def pooled(self, size: int) -> int:
         """Return the bytes of a tensor on a CPU if the memory pool allocates it, else 0.

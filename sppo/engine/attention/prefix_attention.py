@@ -35,6 +35,7 @@ class PrefixAttention:
         heads: All-to-all among these ranks; None if this rank has the tokens of all runs.
         window: Number of keys that a query sees, its own included; None for all.
         document_starts: Ascending positions; a query sees its own document only.
+        scale: Factor of the scores; None for ``1/sqrt(D)``.
         offload: Function that takes K and V of the unit in forward as ``offloaded``; None if they
             stay.
     """
@@ -45,6 +46,7 @@ class PrefixAttention:
     heads: UlyssesAllToAll | None = None
     window: int | None = None
     document_starts: tuple[int, ...] = (0,)
+    scale: float | None = None
     offload: Callable[..., None] | None = None
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,10 @@ class PrefixAttention:
     def _call(self, q_CND: Tensor, end: int) -> AttentionCall:
         """Return the call of queries of which the last is at position ``end - 1``."""
         k, v = (x[: end - self.kv.first_key] for x in self.kv.read())
-        return AttentionCall(q_CND, k, v, window=self.window, document_starts=self._documents(end))
+        documents = self._documents(end)
+        return AttentionCall(
+            q_CND, k, v, window=self.window, document_starts=documents, scale=self.scale
+        )
 
     def _documents(self, end: int) -> tuple[int, ...]:
         """Return where documents start among the keys that are read, up to position ``end``."""

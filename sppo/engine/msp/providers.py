@@ -42,6 +42,7 @@ class ShardProviders(StageProviders):
             whole.saved,
             whole.kv_store,
             whole.loss_terms,
+            whole.loads,
             whole.results,
             trainable=whole.trainable,
         )

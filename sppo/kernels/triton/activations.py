@@ -39,13 +39,49 @@ def _gelu(x_i, TANH: tl.constexpr):
 
 
 @triton.jit
+def _gate(x_i, KIND: tl.constexpr):
+    """Return (function of the gate by which the activation multiplies, its derivative)."""
+    if KIND == "geglu_tanh":
+        value_i, slope_i = _gelu(x_i, True)
+    elif KIND == "swiglu_clamped":
+        below_i = tl.where(x_i > 7.0, 7.0, x_i)
+        share_i = _sigmoid(1.702 * below_i)
+        value_i = below_i * share_i
+        slope_i = tl.where(x_i > 7.0, 0.0, share_i + 1.702 * value_i * (1.0 - share_i))
+    else:
+        share_i = _sigmoid(x_i)
+        value_i = x_i * share_i
+        slope_i = share_i + value_i * (1.0 - share_i)
+    return value_i, slope_i
+
+
+@triton.jit
+def _factor(up_i, KIND: tl.constexpr):
+    """Return what a gated activation multiplies the function of the gate by."""
+    if KIND == "swiglu_clamped":
+        up_i = tl.where(up_i > 7.0, 7.0, tl.where(up_i < -7.0, -7.0, up_i)) + 1.0
+    return up_i
+
+
+@triton.jit
+def _plain(x_i, KIND: tl.constexpr):
+    """Return (activation without a gate, its derivative)."""
+    if KIND == "relu2":
+        above_i = tl.where(x_i < 0.0, 0.0, x_i)
+        value_i, slope_i = above_i * above_i, 2.0 * above_i
+    else:
+        value_i, slope_i = _gelu(x_i, KIND == "gelu_tanh")
+    return value_i, slope_i
+
+
+@triton.jit
 def _activation_kernel(
     gate_ptr,
     up_ptr,
     hidden_ptr,
     num_elements,
     GATED: tl.constexpr,
-    TANH: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
@@ -54,9 +90,10 @@ def _activation_kernel(
     up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
     if GATED:
         gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
-        hidden_i = gate_i * _sigmoid(gate_i) * up_i
+        value_i, _slope_i = _gate(gate_i, KIND)
+        hidden_i = value_i * _factor(up_i, KIND)
     else:
-        hidden_i, _slope_i = _gelu(up_i, TANH)
+        hidden_i, _slope_i = _plain(up_i, KIND)
     tl.store(hidden_ptr + index_i, hidden_i.to(hidden_ptr.dtype.element_ty), mask=inside_i)
 
 
@@ -67,7 +104,7 @@ def _activation_backward_kernel(
     dhidden_ptr,
     num_elements,
     GATED: tl.constexpr,
-    TANH: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
@@ -78,14 +115,16 @@ def _activation_backward_kernel(
     up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
     if GATED:
         gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
-        share_i = _sigmoid(gate_i)
-        silu_i = gate_i * share_i
-        dgate_i = dhidden_i * up_i * (share_i + silu_i * (1.0 - share_i))
+        value_i, slope_i = _gate(gate_i, KIND)
+        factor_i = _factor(up_i, KIND)
+        dgate_i = dhidden_i * factor_i * slope_i
         tl.store(gate_ptr + index_i, dgate_i.to(gate_ptr.dtype.element_ty), mask=inside_i)
-        hidden_i = silu_i * up_i
-        dup_i = dhidden_i * silu_i
+        hidden_i = value_i * factor_i
+        dup_i = dhidden_i * value_i
+        if KIND == "swiglu_clamped":
+            dup_i = tl.where(tl.abs(up_i) > 7.0, 0.0, dup_i)
     else:
-        hidden_i, slope_i = _gelu(up_i, TANH)
+        hidden_i, slope_i = _plain(up_i, KIND)
         dup_i = dhidden_i * slope_i
     tl.store(up_ptr + index_i, hidden_i.to(up_ptr.dtype.element_ty), mask=inside_i)
     tl.store(dhidden_ptr + index_i, dup_i.to(dhidden_ptr.dtype.element_ty), mask=inside_i)
@@ -115,7 +154,6 @@ def activation_backward_(
 def _launch(
     kernel: Any, gate: Tensor | None, up: Tensor, third: Tensor, *, kind: Activation
 ) -> None:
-    assert (gate is not None) == (kind == "swiglu"), "swiglu has a gate, and it alone"
     with on_device_of(up):
         kernel[(triton.cdiv(up.numel(), _BLOCK),)](
             gate,
@@ -123,7 +161,7 @@ def _launch(
             third,
             up.numel(),
             GATED=gate is not None,
-            TANH=kind == "gelu_tanh",
+            KIND=kind,
             BLOCK=_BLOCK,
             ACC_DTYPE=accumulation_type(up.dtype),
         )

@@ -32,6 +32,7 @@ _ALIGNED = 16
 def _row_sums(
     row_ptr,
     size,
+    LOGITS_SCALE: tl.constexpr,
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -48,6 +49,8 @@ def _row_sums(
     for start in range(0, size, BLOCK):
         inside_i = token_i < size - start
         z_i = tl.load(row_ptr + start + token_i, mask=inside_i, other=float("-inf")).to(ACC_DTYPE)
+        if LOGITS_SCALE != 1:
+            z_i *= LOGITS_SCALE
         higher = tl.maximum(top, tl.max(z_i, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # all logits so far are -inf
         exponentials_v *= tl.exp(top - shift)
@@ -66,13 +69,23 @@ def _vector_sums(x_i, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _write_gradient(
-    row_ptr, label, top, of_exponential, of_label, of_token, size, BLOCK: tl.constexpr
+    row_ptr,
+    label,
+    top,
+    of_exponential,
+    of_label,
+    of_token,
+    size,
+    LOGITS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write ``of_exponential exp(z - top) - of_token``, less ``of_label`` at the label."""
     token_i = tl.arange(0, BLOCK)
     for start in range(0, size, BLOCK):
         inside_i = token_i < size - start
         z_i = tl.load(row_ptr + start + token_i, mask=inside_i, other=0.0).to(top.dtype)
+        if LOGITS_SCALE != 1:
+            z_i *= LOGITS_SCALE
         gradient_i = tl.exp(z_i - top) * of_exponential - of_token
         gradient_i -= tl.where(start + token_i == label, of_label, 0.0)
         gradient_i = gradient_i.to(row_ptr.dtype.element_ty)
@@ -90,6 +103,7 @@ def _cross_entropy_kernel(
     row_stride,
     LABEL_SMOOTHING: tl.constexpr,
     Z_LOSS: tl.constexpr,
+    LOGITS_SCALE: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -99,8 +113,10 @@ def _cross_entropy_kernel(
     row_ptr = logits_ptr + row * row_stride
     label = tl.load(labels_ptr + row)
     of_label = tl.load(row_ptr + label).to(ACC_DTYPE)
+    if LOGITS_SCALE != 1:
+        of_label *= LOGITS_SCALE
     top, exponentials, logits = _row_sums(
-        row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, VECTOR, ACC_DTYPE
+        row_ptr, size, LOGITS_SCALE, LABEL_SMOOTHING > 0, BLOCK, VECTOR, ACC_DTYPE
     )
     log_sum = tl.log(exponentials)
     loss = log_sum + (1.0 - LABEL_SMOOTHING) * (top - of_label)
@@ -125,6 +141,7 @@ def _cross_entropy_kernel(
             scale * (1.0 - LABEL_SMOOTHING),
             scale * LABEL_SMOOTHING / size,
             size,
+            LOGITS_SCALE,
             BLOCK,
         )
 
@@ -135,6 +152,7 @@ def cross_entropy(
     *,
     label_smoothing: float,
     z_loss: float,
+    logits_scale: float = 1.0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses and which predictions are correct, ``[t]`` each, of a tile of logits.
@@ -151,7 +169,9 @@ def cross_entropy(
     correct_t = torch.empty(tokens, dtype=torch.bool, device=device)
     block = min(_MOST_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(vocabulary)))
     # A tensor, because Triton rounds float arguments to fp32.
-    scale_1 = None if scale is None else torch.full((1,), scale, dtype=acc_dtype, device=device)
+    scale_1 = None
+    if scale is not None:
+        scale_1 = torch.full((1,), scale * logits_scale, dtype=acc_dtype, device=device)
     with on_device_of(logits_tV):
         _cross_entropy_kernel[(tokens,)](
             logits_tV,
@@ -163,6 +183,7 @@ def cross_entropy(
             logits_tV.stride(0),
             LABEL_SMOOTHING=label_smoothing,
             Z_LOSS=z_loss,
+            LOGITS_SCALE=logits_scale,
             GRADIENT=scale is not None,
             BLOCK=block,
             VECTOR=_vector(logits_tV),

@@ -95,4 +95,4 @@ def add_grouped_products_(
 
 def _block(size: int) -> int:
     """Return the outputs or inputs of a tile, a power of two."""
-    return min(_MOST, max(_LEAST, triton.next_power_of_2(size)))
+    return int(min(_MOST, max(_LEAST, triton.next_power_of_2(size))))

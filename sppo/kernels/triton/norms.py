@@ -44,6 +44,15 @@ def _statistics(x_rE, inside_rE, size, EPS: tl.constexpr, CENTRED: tl.constexpr)
     return x_rE, inverse_r
 
 
+@triton.jit
+def _factors(weight_ptr, column_E, size, OFFSET: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Return the weight, or 1 + weight if it is an ``OFFSET`` from one."""
+    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
+    if OFFSET:
+        weight_E += 1.0
+    return weight_E
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x_ptr,
@@ -58,6 +67,7 @@ def _norm_kernel(
     y_stride,
     EPS: tl.constexpr,
     CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr,
     ADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,7 +85,7 @@ def _norm_kernel(
         tl.store(x_at_rE, rounded_rE, mask=inside_rE)
         x_rE = rounded_rE.to(ACC_DTYPE)
     x_rE, inverse_r = _statistics(x_rE, inside_rE, size, EPS, CENTRED)
-    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
+    weight_E = _factors(weight_ptr, column_E, size, OFFSET, ACC_DTYPE)
     y_rE = x_rE * inverse_r[:, None] * weight_E[None, :]
     if CENTRED:
         bias_E = tl.load(bias_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
@@ -101,6 +111,7 @@ def _norm_backward_kernel(
     dx_stride,
     EPS: tl.constexpr,
     CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PARAMETERS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -122,7 +133,7 @@ def _norm_backward_kernel(
         if PARAMETERS:
             dweight_E += tl.sum(dy_rE * normed_rE, 0)
         # Loaded again for every row, from a cache: keeping it would take a fifth of the registers.
-        weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
+        weight_E = _factors(weight_ptr, column_E, size, OFFSET, ACC_DTYPE)
         inner_rE = dy_rE * weight_E[None, :]
         dx_rE = inner_rE - normed_rE * (tl.sum(inner_rE * normed_rE, 1) / size)[:, None]
         if CENTRED:
@@ -142,22 +153,37 @@ def _norm_backward_kernel(
             tl.store(dbias_ptr + partial_E, dbias_E, mask=column_E < size)
 
 
-def norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float) -> Tensor:
+def norm(
+    x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float, offset: bool = False
+) -> Tensor:
     """Return the RMSNorm of rows ``[C, E]``, or with a bias the LayerNorm, rounded at the end."""
-    return _norm(_rows(x_CE), None, weight_E, bias_E, eps=eps).view(x_CE.shape)
+    return _norm(_rows(x_CE), None, weight_E, bias_E, eps=eps, offset=offset).view(x_CE.shape)
 
 
 def add_norm_(
-    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float
+    total_CE: Tensor,
+    x_CE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor | None,
+    *,
+    eps: float,
+    offset: bool = False,
 ) -> Tensor:
     """Add ``x`` to the contiguous ``total`` in place; return the norm of the rounded sum."""
     assert total_CE.is_contiguous(), "what is written in place cannot be copied first"
     total_RE = total_CE.view(-1, total_CE.shape[-1])
-    return _norm(total_RE, _rows(x_CE), weight_E, bias_E, eps=eps).view(total_CE.shape)
+    normed_RE = _norm(total_RE, _rows(x_CE), weight_E, bias_E, eps=eps, offset=offset)
+    return normed_RE.view(total_CE.shape)
 
 
 def _norm(
-    x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor, bias_E: Tensor | None, *, eps: float
+    x_RE: Tensor,
+    added_RE: Tensor | None,
+    weight_E: Tensor,
+    bias_E: Tensor | None,
+    *,
+    eps: float,
+    offset: bool,
 ) -> Tensor:
     """Return the norm of ``x_RE``, after adding ``added_RE`` to ``x_RE`` in place unless None."""
     y_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
@@ -177,6 +203,7 @@ def _norm(
             size,
             EPS=eps,
             CENTRED=bias_E is not None,
+            OFFSET=offset,
             ADDED=added_RE is not None,
             ACC_DTYPE=accumulation_type(x_RE.dtype),
             **cut,
@@ -191,6 +218,7 @@ def norm_backward(
     bias_E: Tensor | None,
     *,
     eps: float,
+    offset: bool = False,
     dresidual_CE: Tensor | None = None,
     with_parameters: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -221,6 +249,7 @@ def norm_backward(
             size,
             EPS=eps,
             CENTRED=centred,
+            OFFSET=offset,
             RESIDUAL=dresidual_RE is not None,
             PARAMETERS=with_parameters,
             ACC_DTYPE=accumulation_type(x_RE.dtype),

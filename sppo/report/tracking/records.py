@@ -44,7 +44,9 @@ class Record:
 def record_of_step(line: Mapping[str, Any]) -> Record:
     """Return the record of a line of ``metrics.jsonl``.
 
-    Losses by source are called ``sources/NAME/loss``, norms ``norms/attention/weight``.
+    Losses by source are called ``sources/NAME/loss``, norms ``norms/attention/weight``. Of the
+    loads of experts there are those of the most uneven layers, ``experts/largest`` and
+    ``experts/entropy``.
     """
     values: dict[str, float] = {}
     for section, names in _SECTIONS.items():
@@ -53,6 +55,9 @@ def record_of_step(line: Mapping[str, Any]) -> Record:
         values |= _numbers(f"sources/{name}", _OF_SOURCE, source)
     for kind, norms in (line.get("norms") or {}).items():
         values |= _numbers(f"norms/{kind}", ("weight", "gradient"), norms)
+    if experts := line.get("experts"):
+        values["experts/largest"] = max(experts["largest"])
+        values["experts/entropy"] = min(experts["entropy"])
     values |= {name: math.nan for name in _NAN_IF_NULL if name not in values}
     return Record("steps", line["step"], values)
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.newest import Checkpoint, find_checkpoint
 from sppo.checkpoint.tensors import check_fits, load_tensors
 from sppo.config import RunConfig
 from sppo.config.model import NOT_COMPUTED
+from sppo.cost.parameters import choice_bias_shapes
 from sppo.cost.trainable import Adapter, trainable_of_run, trainable_of_sections
 from sppo.engine.engine import Engine
 from sppo.engine.providers.part_rows import Rows
@@ -24,6 +27,11 @@ from sppo.training.job import Job
 from sppo.training.starting_checkpoint import starting_checkpoint
 from sppo.training.state import DTYPES, state_tier, used_weights, zero_rows
 from sppo.training.weights.base_weights import checked_start, has_base
+from sppo.training.weights.choice_biases import (
+    ChoiceBiases,
+    choice_bias_blocks,
+    starting_choice_biases,
+)
 from sppo.training.weights.starting_weights import (
     SavedWeights,
     check_weights,
@@ -75,9 +83,9 @@ def forward_engine(
         dtype, away = DTYPES[run.train.dtype], sharded.streamed_keys(tiers)
         rows = zero_rows(sharded.weight_shapes, dtype, away, memory=memory, place=place)
         if source is None:
-            found = _fill_initial(job, sharded, rows)
+            found, biases = _fill_initial(job, sharded, rows)
         else:
-            found = _fill_from_checkpoint(job, sharded, rows, source)
+            found, biases = _fill_from_checkpoint(job, sharded, rows, source)
         if memory is not None:
             memory.drop_pages()
         streamed = {"stages": sharded.keys_of_stages, "device": place, "lane": lane}
@@ -89,14 +97,15 @@ def forward_engine(
             gradients=None,
             pipeline=pipeline,
             trainable=plan.trainable,
+            choice_biases=biases,
             stopwatch=device.stopwatch(),
             debug=run.activations.debug,
         )
         yield stack.enter_context(closing(engine)), found
 
 
-def _fill_initial(job: Job, sharded: ShardedState, rows: Rows) -> WeightSource:
-    """Fill rows with the weights of step 0."""
+def _fill_initial(job: Job, sharded: ShardedState, rows: Rows) -> tuple[WeightSource, ChoiceBiases]:
+    """Fill rows with the weights of step 0, and return the biases by which experts are chosen."""
     run = job.run
     job.peers.decided_by_main(lambda: check_weights(run))
     start = job.peers.decided_by_main(lambda: _start(run))
@@ -106,7 +115,8 @@ def _fill_initial(job: Job, sharded: ShardedState, rows: Rows) -> WeightSource:
             sharded.fill(rows, name, sharded.sharding.cut(name, weight))
 
     job.peers.done_by_all(fill)
-    return WeightSource(run.initial_weights, 0)
+    biases = starting_choice_biases(run, start=start, device=job.device.torch_device)
+    return WeightSource(run.initial_weights, 0), biases
 
 
 def _start(run: RunConfig) -> Checkpoint | None:
@@ -119,9 +129,17 @@ def _start(run: RunConfig) -> Checkpoint | None:
 
 def _fill_from_checkpoint(
     job: Job, sharded: ShardedState, rows: Rows, source: Path
-) -> WeightSource:
-    """Fill rows from a checkpoint; if its run deletes it meanwhile, from a newer one."""
-    peers, every = job.peers, sharded.weight_blocks(rows)
+) -> tuple[WeightSource, ChoiceBiases]:
+    """Fill rows from a checkpoint, and return the biases by which experts are chosen.
+
+    If its run deletes the checkpoint meanwhile, a newer one is read.
+    """
+    device = job.device.torch_device
+    biases = {
+        name: torch.zeros(shape, device=device)
+        for name, shape in choice_bias_shapes(job.run.model).items()
+    }
+    peers, every = job.peers, {**sharded.weight_blocks(rows), **choice_bias_blocks(biases)}
 
     def load(found: Checkpoint) -> None:
         blocks, frozen = every, set[str]()
@@ -142,7 +160,7 @@ def _fill_from_checkpoint(
             if peers.decided_by_main(found.path.is_dir):
                 raise
             continue
-        return WeightSource(str(found.path), found.step)
+        return WeightSource(str(found.path), found.step), biases
 
 
 def _name(key: str) -> str:

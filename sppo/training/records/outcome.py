@@ -9,6 +9,7 @@ from sppo.cost.memory.process_growth import POOL_FREE_BYTES
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks, StepResult
 from sppo.offload.copy_report import CopyReport
+from sppo.report.expert_load import Loads
 from sppo.report.validation import Progress
 from sppo.training.devices.cpu_device import PoolUse
 from sppo.training.records.executed_step import StepTimelines
@@ -121,6 +122,8 @@ class TrainingOutcome:
     """Best validation so far; None if this call made none."""
     copies: list[CopyReport] = field(default_factory=list)
     """Copies of this rank, one entry per step of this call."""
+    expert_loads: Loads | None = None
+    """Tokens of all steps of this call that chose each expert; None without experts."""
     last_work: StepWork | None = None
     """Work of the last step of this call; None before the first."""
     last_step: StepResult | None = None
@@ -132,6 +135,9 @@ class TrainingOutcome:
         """Add a step: its copies, phases and peak, and as planned."""
         self.last_work, self.last_step = work, replace(done.result, losses=())
         self.copies.append(done.copies)
+        if done.expert_loads_LX is not None:
+            loads = done.expert_loads_LX.numpy()
+            self.expert_loads = loads if self.expert_loads is None else self.expert_loads + loads
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.phases_s.append(phases_s)
         self.planned_phases_s.append(work.phases_s)

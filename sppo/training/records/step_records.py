@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sppo.data.sample_rows import TrainingData
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.report.display import TrainingDisplay
+from sppo.report.expert_load import expert_metrics
 from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics
 from sppo.report.step_line import step_line
 from sppo.report.validation import VALIDATION_FILE, ValidationMetrics
@@ -125,6 +126,7 @@ class StepRecords:
             learnt: Metrics of the correction of predicted times.
         """
         job, copies, samples = self._job, done.copies, work.samples
+        loads_LX = done.expert_loads_LX
         own = _RankFigures(
             forward_s=done.result.forward_s,
             backward_s=done.result.backward_s,
@@ -154,6 +156,7 @@ class StepRecords:
             grad_norm=done.sums.norm,
             clipped=None if done.lr is None else done.clipped,
             norms=done.norms,
+            experts=None if loads_LX is None else expert_metrics(loads_LX.numpy()),
             sources=by_source(work, done.result, self._data, job),
             lr=lr,
             tokens=int(tokens),

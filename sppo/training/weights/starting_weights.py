@@ -17,6 +17,7 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.newest import Checkpoint
 from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import RunConfig
+from sppo.cost.parameters import choice_bias_shapes
 from sppo.cost.trainable import trainable_of_run
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead, initial_weight
@@ -39,7 +40,7 @@ def starting_weights(
     """
     every = trainable_of_run(run).parameter_shapes(run.model)
     shapes = every if names is None else {name: every[name] for name in names}
-    sources = _base_weights(run, start)
+    sources = stored_weights(run, start)
     if run.adapter is not None and run.adapter.from_peft is not None:
         sources.insert(0, open_adapter(Path(run.adapter.from_peft), run.model, run.adapter))
     random = {}
@@ -53,7 +54,7 @@ def starting_weights(
     yield from generate_weights_ahead(random, model=run.model, seed=run.train.seed, threads=threads)
 
 
-def _base_weights(run: RunConfig, start: Checkpoint | None) -> list[Mapping[str, Tensor]]:
+def stored_weights(run: RunConfig, start: Checkpoint | None) -> list[Mapping[str, Tensor]]:
     """Return the stored weights of step 0, but for ``adapter.from_peft``; [] if they are random."""
     if start is not None:
         weights = checkpoint_weights(start)
@@ -111,8 +112,10 @@ class _WithBase(Mapping[str, Tensor]):
 
     def __init__(self, checkpoint: Checkpoint, saved: Mapping[str, Tensor]) -> None:
         self._run = run_of(checkpoint)
-        self._shapes = trainable_of_run(self._run).parameter_shapes(self._run.model)
-        self._sources = [saved, *_base_weights(self._run, start_of(checkpoint))]
+        model = self._run.model
+        self._shapes = trainable_of_run(self._run).parameter_shapes(model)
+        self._shapes |= choice_bias_shapes(model)
+        self._sources = [saved, *stored_weights(self._run, start_of(checkpoint))]
 
     def __getitem__(self, name: str) -> Tensor:
         weight = _first(self._sources, name)

@@ -1,0 +1,67 @@
+"""Names and layouts of the tensors of a family's files, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ROTARY_MODULES = {
+    "embed": "embed_tokens",
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "final_norm": "norm",
+}
+"""Modules of Llama and of most families."""
+
+EXPERT = "{expert}"
+"""Number of an expert in the name of a module: each expert has a tensor of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names of stored tensors, and how parameters lie in them.
+
+    Several parameters under one name are stacked along their outputs.
+    """
+
+    modules: Mapping[str, str]
+    """Names of modules, or of whole parameters such as ``sinks.weight``, by SPPO's names."""
+    prefix: str = "model."
+    """Beginning of all names but that of the vocabulary projection."""
+    layers: str = "layers"
+    """Name of the list of layers."""
+    transposed: frozenset[str] = frozenset()
+    """SPPO's modules whose matrices are stored as ``[inputs, outputs]``."""
+    alternating: frozenset[str] = frozenset()
+    """SPPO's modules whose outputs alternate with those of the others in their tensor."""
+    adjacent_pairs: bool = False
+    """Whether q and k are rotated in pairs of adjacent dimensions; SPPO rotates dimension i with
+    i + R/2, so that the outputs of their projections have another order."""
+    fp32: frozenset[str] = frozenset()
+    """SPPO's parameters within a layer that are stored in fp32, whatever the type of the others."""
+    skipped: str = "$^"
+    """Regular expression of bare names that other parts of a model have, such as a vision tower."""
+    has_later_layers: bool = False
+    """Whether files may hold further layers behind the last one, which predict more tokens and are
+    skipped."""
+
+    @property
+    def shares_last_words(self) -> bool:
+        """Whether modules of different tensors have the same last word, as in GPT-2's c_proj."""
+        modules = set(self.modules.values())
+        return len({module.rpartition(".")[2] for module in modules}) < len(modules)
+
+    def stored(self, parameter: str) -> str:
+        """Return the bare name of the tensor that holds a parameter."""
+        *stem, module, leaf = parameter.split(".")
+        name = self.modules.get(f"{module}.{leaf}", f"{self.modules.get(module)}.{leaf}")
+        return ".".join([self.layers, stem[1], name] if stem else [name])
