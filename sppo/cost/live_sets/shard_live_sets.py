@@ -50,9 +50,9 @@ class ShardSizes:
     borrowed_layers: int
 
     def num_keys(self, s: TensorSizes) -> int:
-        """Return the number of keys that the unit's queries see in the layer that sees most."""
-        window = s.model.sliding_window
-        if window is None or None in s.model.windows:
+        """Return the number of keys that the unit's queries see."""
+        window = s.kind.window
+        if window is None:
             return self.end_tokens
         return min(self.end_tokens, self.unit_tokens + window - 1)
 
@@ -104,7 +104,9 @@ def shard_backward(
     """
     beside = shard.weights_bytes(s) + min(1, shard.borrowed_layers) * shard.kv_bytes(s)
     row_bytes = s.key_row_bytes // s.element_bytes * ACCUMULATION_BYTES
-    key_gradients = 2 * s.pooled(shard.num_keys(s) * row_bytes)
+    # In a layer with a window, the owner also has the sums of all shards.
+    copies = 1 + (s.kind.window is not None and not shard.borrowed_layers)
+    key_gradients = copies * 2 * s.pooled(shard.num_keys(s) * row_bytes) - s.window_gradient_bytes
     for name, live in live_sets:
         more = 0
         if name in _MLP:
