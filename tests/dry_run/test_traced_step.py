@@ -19,7 +19,7 @@ from sppo.units import MIB
 from tests.dry_run.cases import CASES, plan_for_gpu, planned
 from tests.dry_run.traced_step import trace_step
 from tests.planning.cases import run_config
-from tests.tiers import default_of, each_once, exhaustive
+from tests.tiers import each_once, exhaustive
 
 TWO_LAYERS = {
     "llama": {
