@@ -215,18 +215,20 @@ def _kv_agrees(run: RunConfig) -> Broken:
     """K and V are offloaded or recomputed only in the looped order with several virtual stages.
 
     Other orders use K and V of all layers of a rank at a time. With multiplexed sequence
-    partitioning, K and V stay on the device.
+    partitioning, K and V stay on the device. Layers with a sliding window recompute theirs in every
+    order.
     """
-    parallel = run.parallel
-    if run.activations.kv not in ("offload", "recompute"):
+    parallel, asked = run.parallel, run.activations.kv
+    if asked not in ("offload", "recompute"):
         return
-    if parallel.virtual_stages == 1:
+    in_windows = asked == "recompute" and run.model.windows != {None}
+    if parallel.virtual_stages == 1 and not in_windows:
         yield (
             "activations.kv",
             "parallel.virtual_stages=1 uses K and V of all layers at once; raise it, or leave one "
             "of the two keys out",
         )
-    elif parallel.schedule not in ("auto", "looped_bfs"):
+    elif parallel.schedule not in ("auto", "looped_bfs") and not in_windows:
         yield (
             "activations.kv",
             f"parallel.schedule={parallel.schedule} uses K and V of several stages at once; write "

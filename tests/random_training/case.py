@@ -140,6 +140,9 @@ class _Short:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+_TYPES = {"s": "sliding", "f": "full"}
+
+
 @dataclass(frozen=True, repr=False)
 class Shape(_Short):
     """The model."""
@@ -155,6 +158,9 @@ class Shape(_Short):
     tied: bool = False
     window: int | None = None
     window_from: int = 0
+    """First layer with the window."""
+    pattern: str = ""
+    """Layers with the window, s, and without, f, in place of that: such as ssf."""
     rope: str = ""
     norm_eps: float = 1e-5
     rotary: float = 1.0
@@ -167,7 +173,9 @@ class Shape(_Short):
         own: dict[str, Any] = {}
         if self.window is not None:
             own["sliding_window"] = self.window
-            if "layer_types" not in family:
+            if self.pattern:
+                own["layer_types"] = [_TYPES[letter] for letter in self.pattern]
+            elif "layer_types" not in family:
                 own["sliding_window_first_layer"] = self.window_from
         if self.rope:
             own["rope_scaling"] = ROPES[self.rope]
@@ -244,6 +252,8 @@ class Leg(_Short):
     """Stages whose K and V go there, too, between forward and backward."""
     kv_recomputed: tuple[int, ...] = ()
     """Stages that recompute theirs before their backward."""
+    recomputes_windows: bool = False
+    """Whether stages that retain K and V recompute those of layers with a window."""
     streams: tuple[str, ...] = ()
     """What lives in another tier, stage by stage on the device: weights, gradients; "frozen": of
     the weights only those that do not train."""

@@ -66,11 +66,24 @@ class _Draw:
     def _with_trained(self, case: Case) -> Case:
         """Adapters, or some of the parameters, train: often."""
         if self._chance(0.5):
-            return case
+            return self._with_windows(case)
         model = case.model.config()
         trainable = self._adapters(model) if self._chance(0.6) else self._some(model)
         legs = (replace(leg, streams=self._frozen_streams(leg)) for leg in case.legs)
-        return replace(case, trainable=trainable, legs=tuple(legs))
+        return self._with_windows(replace(case, trainable=trainable, legs=tuple(legs)))
+
+    def _with_windows(self, case: Case) -> Case:
+        """Layers with a window alternate with others, and recompute their K and V: often."""
+        if case.model.window is None:
+            return case
+        if self._chance(0.4):
+            pattern = self._pick(["sf", "fs", "ssf", "sff"])
+            case = replace(case, model=replace(case.model, pattern=pattern, window_from=0))
+        legs = (
+            replace(leg, recomputes_windows=self._chance(0.6) and leg.schedule != "sppo_msp")
+            for leg in case.legs
+        )
+        return replace(case, legs=tuple(legs))
 
     def _adapters(self, model: ModelConfig) -> Trainable:
         chance, pick = self._chance, self._pick

@@ -16,7 +16,7 @@ import torch
 
 from sppo.cost.trainable import is_factor
 from sppo.engine import engine, stage_providers
-from sppo.engine.attention import kv_store, prefix_attention
+from sppo.engine.attention import kv_store, partial_kv, prefix_attention
 from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.kernels import elementwise
@@ -241,6 +241,33 @@ def window_one_short() -> Iterator[None]:
 
 
 @contextmanager
+def window_gradients_one_row_off() -> Iterator[None]:
+    """Gradients of keys that later units see are one row from their place."""
+    keep = kv_store.StoredKV.keep
+
+    def one_off(self: Any, *sums: torch.Tensor) -> None:
+        keep(self, *sums)
+        self._entry.gradient_rows = max(0, self._entry.gradient_rows - 1)
+
+    with patch.object(kv_store.StoredKV, "keep", one_off):
+        yield
+
+
+@contextmanager
+def window_keys_one_row_off() -> Iterator[None]:
+    """Keys that later units see are kept one row from their place."""
+    write = partial_kv.PartialKV.write
+
+    def one_off(self: Any, *keys: torch.Tensor) -> None:
+        write(self, *keys)
+        rows, end = self._entry.rows_before, self.span.end
+        rows[end] -= rows[end] > min(end, self.window - 1)
+
+    with patch.object(partial_kv.PartialKV, "write", one_off):
+        yield
+
+
+@contextmanager
 def window_off_by_one() -> Iterator[None]:
     """A query of a sliding window sees one key more, in all passes alike."""
     call = prefix_attention.PrefixAttention._call
@@ -408,6 +435,11 @@ def loads_of_own_tokens() -> Any:
     return patch.object(UlyssesAllToAll, "add_up_", lambda self, x: None)
 
 
+def _sees_several_units(case: Case) -> bool:
+    """Whether queries of layers with a window see keys of an earlier unit."""
+    return (case.model.window or 0) > 1 and any(len(leg.cuts) > 2 for leg in case.legs)
+
+
 def _lends_gradients(case: Case) -> bool:
     """Whether dV of a sequence may be read after the next sequence has its buffer."""
     return case.dtype != "bf16" and any(
@@ -482,6 +514,13 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (resumed_without_step, lambda case: len(case.legs) > 1),
         (weights_not_gathered, lambda case: case.num_ranks > 1),
         (window_one_short, lambda case: case.model.window is not None),
+        (window_gradients_one_row_off, _sees_several_units),
+        (
+            window_keys_one_row_off,
+            lambda case: (
+                _sees_several_units(case) and any(leg.recomputes_windows for leg in case.legs)
+            ),
+        ),
         (window_off_by_one, lambda case: _has(case, "sliding_window")),
         (sink_gradient_missing, lambda case: _has(case, "attention_sinks")),
         (norm_offset_forgotten, lambda case: _has(case, "norm_offset")),

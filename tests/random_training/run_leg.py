@@ -112,6 +112,7 @@ class _Rank:
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             kv_offloaded=leg.kv_offloaded,
             kv_recomputed=leg.kv_recomputed,
+            recomputes_windows=leg.recomputes_windows,
             msp_links=msp_links,
             input_every=leg.input_every,
             exchange=_exchange(leg, model, mesh),
