@@ -215,18 +215,20 @@ def _kv_agrees(run: RunConfig) -> Broken:
     """K and V are offloaded or recomputed only in the looped order with several virtual stages.
 
     Other orders use K and V of all layers of a rank at a time. With multiplexed sequence
-    partitioning, K and V stay on the device.
+    partitioning, K and V stay on the device. Layers with a sliding window recompute theirs in every
+    order.
     """
-    parallel = run.parallel
-    if run.activations.kv not in ("offload", "recompute"):
+    parallel, asked = run.parallel, run.activations.kv
+    if asked not in ("offload", "recompute"):
         return
-    if parallel.virtual_stages == 1:
+    in_windows = asked == "recompute" and run.model.windows != {None}
+    if parallel.virtual_stages == 1 and not in_windows:
         yield (
             "activations.kv",
             "parallel.virtual_stages=1 uses K and V of all layers at once; raise it, or leave one "
             "of the two keys out",
         )
-    elif parallel.schedule not in ("auto", "looped_bfs"):
+    elif parallel.schedule not in ("auto", "looped_bfs") and not in_windows:
         yield (
             "activations.kv",
             f"parallel.schedule={parallel.schedule} uses K and V of several stages at once; write "
@@ -327,12 +329,6 @@ def _decay_suits_schedule(run: RunConfig) -> Broken:
             f"{decay} steps after {warmup} of warm-up are more than {whose}={total}; lower it to "
             f"at most {max(0, total - warmup)}, or raise {whose}",
         )
-
-
-def _model_is_built(run: RunConfig) -> Broken:
-    """A model has no property that layers do not compute yet."""
-    if run.model.experts is not None:
-        yield "model.experts", "not computed yet; leave it out"
 
 
 def _experts_are_whole(run: RunConfig) -> Broken:
@@ -442,7 +438,6 @@ def _validation_has_sets(run: RunConfig) -> Broken:
 
 RULES = (
     _data_is_named_once,
-    _model_is_built,
     _experts_are_whole,
     _routing_suits_model,
     _adapter_suits_model,

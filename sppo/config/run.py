@@ -191,7 +191,11 @@ class ActivationsConfig(Section):
     """Placement of K and V between the forward and the backward of a stage, in the looped order
     with several stages on a rank: retain them, offload them to ``tier``, or recompute them from the
     layer inputs, which the policy must then retain. auto: the faster of retain and offload that
-    fits; otherwise recompute, on all stages or on as many as necessary."""
+    fits; otherwise recompute, on all stages or on as many as necessary.
+
+    In every order, recompute keeps of layers with a sliding window only the keys and values that
+    later subsequences see, and recomputes the others in the backward of each subsequence, whatever
+    the policy. auto does so if it is faster than to recompute more saved tensors."""
     input_every: Degree = 1
     """Number of layers from one saved input to the next. The other layers recompute their input
     from the layer below, whose attention output is retained, at the cost of one product of the MLP.

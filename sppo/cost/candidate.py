@@ -30,7 +30,7 @@ from sppo.schedule.orders.names import LOOPED, order_of
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.program import generate, lower, with_copies
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.copies import KVPlacement, kv_of_turns
+from sppo.schedule.transfers.copies import KVPlacement, WindowedKV, kv_of_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,9 @@ class Candidate:
             order, on all stages of a rank except its last; None if not yet decided.
         kv_recomputed: Number of stages of each rank that recompute K and V from retained inputs,
             whatever `kv` is.
+        windowed_kv: Treatment of K and V of layers with a sliding window on stages that retain K
+            and V: retained, or recomputed in the backward of each unit, beside the rows that later
+            units see; None if not yet decided.
         packed: Packed sequences of one replica's step; empty if samples are not packed.
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards, if memory has no room for as many as the schedule begins (pacing); empty to
@@ -83,6 +86,7 @@ class Candidate:
     virtual_stages: int = 1
     kv: KVPlacement | None = "retained"
     kv_recomputed: int = 0
+    windowed_kv: WindowedKV | None = "retained"
     packed: tuple[PackedSequence, ...] = ()
     forwards_before_backward: ForwardsBeforeBackward = ()
 
@@ -240,6 +244,12 @@ class Candidate:
         if self.schedule == LOOPED and self.kv is not None:
             turns = kv_of_turns(self.kv, recomputed=self.kv_recomputed, turns=self.virtual_stages)
         return tuple(kv for kv in turns for _ in range(self.pipeline_parallel_degree))
+
+    @property
+    def recomputes_windows(self) -> tuple[bool, ...]:
+        """Whether each stage recomputes K and V of layers with a sliding window, [stages]."""
+        recomputes = self.windowed_kv == "recomputed"
+        return tuple(recomputes and kv == "retained" for kv in self.kv_of_stages)
 
     @property
     def order(self) -> str:

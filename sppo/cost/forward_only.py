@@ -1,7 +1,8 @@
 """Costs of evaluating sequences with the layout of a training step: forwards alone.
 
 Weights, gradients and optimizer states stay where training has them. Nothing is saved for backward:
-K and V of a sequence leave a stage with the stage's last subsequence.
+K and V of a sequence leave a stage with the stage's last subsequence, and in layers with a sliding
+window as soon as no later subsequence sees them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.kv import kv_tokens
+from sppo.cost.kv import kv_of_sequences
 from sppo.cost.layer import ACCUMULATION_BYTES, head_parts, saving_seconds, summed
 from sppo.cost.live_sets.working_set import same_prefixes
 from sppo.cost.memory.messages import exchanged_bytes, sent_bytes, tokens_held
@@ -29,6 +30,7 @@ from sppo.schedule.schedule import Schedule
 
 def forward_costs(candidate: Candidate) -> Costs:
     """Return the costs of the forwards of a candidate's sequences if nothing is saved."""
+    candidate = _layout(candidate)
     workload, costs = candidate.workload, costs_without_activations(candidate)
     tokens = np.array(candidate.lengths * candidate.sequences, dtype=np.float64)
     less = candidate.sums_over_layers(partial(saving_seconds, workload, tokens=tokens))
@@ -61,11 +63,12 @@ def forward_memory(
         candidate: Candidate of the sequences, which have equal cuts; its schedule cuts no units.
         training: Memory of each rank in a training step, with the state that stays.
     """
+    candidate = _layout(candidate)
     element, on_cpu = candidate.workload.element_bytes, _on_cpu(candidate)
     running, sent = _running_bytes(candidate), _sent_bytes(candidate)
     # Sequences pass a stage one after another, each with its own K and V.
-    keys, _, passing_keys = kv_tokens(candidate)
-    of_stages = candidate.by_rank((keys + passing_keys) * sum(candidate.lengths))
+    keys, _, passing_keys = kv_of_sequences(candidate)
+    of_stages = candidate.by_rank((keys + passing_keys)[:, 0])
     interleaves = candidate.schedule in ("interleaved_1f1b", "interleaved_seq1f1b")
     kv_bytes = of_stages.sum(axis=0) if interleaves else of_stages.max(axis=0)
     found = []
@@ -91,6 +94,11 @@ def forward_memory(
             )
         )
     return tuple(found)
+
+
+def _layout(candidate: Candidate) -> Candidate:
+    """Return a candidate as it evaluates: no K and V are kept that no later forward reads."""
+    return replace(candidate, windowed_kv="recomputed")
 
 
 def _on_cpu(candidate: Candidate) -> bool:

@@ -1,5 +1,6 @@
-"""Bytes and seconds of offloading or recomputing a stage's K and V between forward and backward.
+"""Bytes of K and V, and seconds of offloading or recomputing them between forward and backward.
 
+Layers with a sliding window may recompute K and V in the backward of each unit, in every order.
 In the looped order only one stage of a rank reads its K and V at a time, so the other stages may
 offload or recompute theirs. The last stage of each rank retains its K and V, since its backward
 follows its forward.
@@ -8,8 +9,10 @@ follows its forward.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sppo.activations.activation_layout import (
     BLOCK_ALIGNMENT_BYTES,
@@ -37,15 +40,90 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
     return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
 
 
-def kv_tokens(candidate: Candidate) -> tuple[Table, Table, Table]:
-    """Return the bytes of K and V of a token on each stage, [stages] each.
+def kv_of_units(candidate: Candidate) -> tuple[Table, Table, Table]:
+    """Return the bytes of K and V that each stage holds of each subsequence, [stages, N] each.
 
     Returns:
         K and V of layers with a backward, their gradients, and K and V of layers without one.
     """
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    layers, every = candidate.backward_layers, candidate.layer_counts
-    return layers * kv_bytes, layers * gradient_bytes, (every - layers) * kv_bytes
+    rows, gradient_rows, passing_rows = _held_rows(candidate)
+    return rows * kv_bytes, gradient_rows * gradient_bytes, passing_rows * kv_bytes
+
+
+def kv_of_sequences(candidate: Candidate) -> tuple[Table, Table, Table]:
+    """Return the sums of :func:`kv_of_units` over the subsequences of each distinct sequence.
+
+    Returns:
+        Three tables [stages, sequences], with a single sequence if all are cut alike.
+    """
+    begins = [own.start for own in candidate.distinct_sequences]
+    keys, gradients, passing = (
+        np.add.reduceat(of_units, begins, axis=1) for of_units in kv_of_units(candidate)
+    )
+    return keys, gradients, passing
+
+
+def _held_rows(candidate: Candidate) -> tuple[Table, Table, Table]:
+    """Return the rows of K, and of V, that the layers of each stage hold: see :func:`kv_of_units`.
+
+    A layer with a sliding window keeps gradients of the keys before the running unit that its
+    queries see, and if K and V are recomputed, of each unit the keys that later units see.
+    """
+    shape = candidate.num_stages, len(candidate.lengths)
+    rows, gradient_rows, passing_rows = np.zeros((3, *shape))
+    for stage, kinds in enumerate(candidate.kinds_of_layers):
+        recomputes = candidate.recomputes_windows[stage]
+        for kind, count in kinds.items():
+            own = count * _kept_rows(candidate, kind.window if recomputes else None)
+            if kind.has_backward:
+                rows[stage] += own
+                gradient_rows[stage] += count * _gradient_rows(candidate, kind.window)
+            else:
+                passing_rows[stage] += own
+    return rows, gradient_rows, passing_rows
+
+
+def _kept_rows(candidate: Candidate, window: int | None) -> Counts:
+    """Return the rows of each subsequence that a layer keeps: those that later ones see, [N]."""
+    rows: Counts = np.array(candidate.lengths)
+    if window is not None:
+        rows = np.minimum(rows, window - 1)
+        rows[_lasts(candidate)] = 0
+    return rows
+
+
+def _gradient_rows(candidate: Candidate, window: int | None) -> Counts:
+    """Return by how many rows each subsequence adds to the kept gradients of a layer, [N].
+
+    In sum, these are as many as the last subsequence sees keys before it: it runs backward first.
+    """
+    lengths = np.array(candidate.lengths)
+    if window is None:
+        return lengths
+    prefixes = np.array(candidate.prefixes)
+    rows: Counts = np.minimum(prefixes + lengths, window - 1) - np.minimum(prefixes, window - 1)
+    rows[_lasts(candidate)] = 0
+    return rows
+
+
+def _lasts(candidate: Candidate) -> list[int]:
+    """Return the last subsequence of each sequence."""
+    return [own.stop - 1 for own in candidate.distinct_sequences]
+
+
+def windowed_kv_seconds(candidate: Candidate) -> Table:
+    """Return the seconds in which backwards recompute K and V of layers with a window.
+
+    Returns:
+        Seconds by stage and subsequence, [stages, N].
+    """
+    recomputes = np.array(candidate.recomputes_windows)
+    layers = [
+        Counter({kind: count for kind, count in kinds.items() if kind.window is not None})
+        for kinds in candidate.kinds_of_layers
+    ]
+    return _recompute_seconds(candidate, layers, recomputes)
 
 
 def kv_offload_bytes(candidate: Candidate) -> Table:
@@ -68,12 +146,27 @@ def kv_recompute_seconds(candidate: Candidate) -> Table:
 
 def kv_compute_seconds(candidate: Candidate) -> Table:
     """Return the seconds of recomputing K and V, without gathers of weights, [stages, N]."""
-    tokens = np.array(candidate.lengths, dtype=np.float64)
     recomputes = np.array([kv == "recomputed" for kv in candidate.kv_of_stages])
+    return _recompute_seconds(candidate, candidate.kinds_of_layers, recomputes)
+
+
+def _recompute_seconds(
+    candidate: Candidate,
+    kinds_of_layers: Sequence[Counter[LayerKind]],
+    recomputes: NDArray[np.bool_],
+) -> Table:
+    """Return the seconds of recomputing K and V of layers of some stages, [stages, N].
+
+    Args:
+        candidate: Candidate to price.
+        kinds_of_layers: Number of the layers of each kind in each stage.
+        recomputes: Whether each stage recomputes K and V, [stages].
+    """
+    tokens = np.array(candidate.lengths, dtype=np.float64)
     seconds: Table = np.zeros((len(recomputes), len(tokens)))
     if not recomputes.any():
         return seconds
-    layers = [_kv_projections(kinds) for kinds in candidate.kinds_of_layers]
+    layers = [_kv_projections(kinds) for kinds in kinds_of_layers]
     for own in set().union(*layers):
         counts = np.array([of_stage[own] for of_stage in layers]) * recomputes
         layer_type, matrices = own

@@ -38,7 +38,7 @@ from sppo.cost.flops import (
     recomputed_linear_flops,
     recomputed_output_flops,
 )
-from sppo.cost.kv import kv_offload_bytes, kv_recompute_seconds, kv_tokens
+from sppo.cost.kv import kv_of_units, kv_offload_bytes, kv_recompute_seconds, windowed_kv_seconds
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
     PART_NAMES,
@@ -264,14 +264,14 @@ def costs_without_activations(candidate: Candidate) -> Costs:
     slope_linear, slope_quadratic = partition_costs(
         workload.model, workload.trainable, label_share=workload.label_share
     )
-    lengths = np.array(candidate.lengths * candidate.sequences)
     kv_bytes, kv_gradient_bytes, passing_kv_bytes = (
-        own[:, None] * lengths for own in kv_tokens(candidate)
+        _of_units(own, candidate.sequences) for own in kv_of_units(candidate)
     )
+    windows_s = _of_units(windowed_kv_seconds(candidate), candidate.sequences)
     weight_bytes, gradient_bytes = streamed_bytes(candidate)
     return Costs(
         forward_s=seconds.forward + carried_down_s,
-        backward_s=seconds.backward + carried_up_s,
+        backward_s=seconds.backward + windows_s + carried_up_s,
         weight_s=seconds.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
         last_reduction_wait_s=last_reduction_seconds(candidate) if waits else np.zeros(stages),

@@ -202,7 +202,12 @@ class Engine:
         )
         stage = partial(Stage, self._model, exchange=exchange)
         self._stages = {
-            index: stage(layers=layers, providers=self._whole, input_every=pipeline.input_every)
+            index: stage(
+                layers=layers,
+                providers=self._whole,
+                input_every=pipeline.input_every,
+                recomputes_windows=pipeline.recomputes_windows,
+            )
             for index, layers in pipeline.layers(model.num_layers).items()
         }
         self._shard_stages: dict[int, Stage] = {}

@@ -33,6 +33,8 @@ class Pipeline:
         kv_offloaded: Stages whose K and V leave the device between forward and backward.
         kv_recomputed: Stages that recompute K and V before their backward; their layers retain
             their inputs.
+        recomputes_windows: Whether stages that retain K and V recompute those of layers with a
+            sliding window in backward; never with MSP.
         msp_links: Communicators of MSP groups; None if no unit is cut.
         input_every: Layers per saved layer input, see :class:`sppo.engine.stage.Stage`.
         exchange: Communication with the ranks that hold the other tokens of every subsequence; a
@@ -49,6 +51,7 @@ class Pipeline:
     placements: Mapping[int, PlacementOf] | None = None
     kv_offloaded: Collection[int] = ()
     kv_recomputed: Collection[int] = ()
+    recomputes_windows: bool = False
     msp_links: MspLinks | None = None
     input_every: int = 1
     exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None

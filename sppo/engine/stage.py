@@ -50,6 +50,9 @@ class Stage:
             are shared by all stages of the rank.
         input_every: Save the input of every `input_every`-th layer only, where attention outputs
             are saved; the other inputs are recomputed, see :meth:`_recompute_input`.
+        recomputes_windows: Recompute K and V of layers with a sliding window in the backward of
+            each unit, as long as :meth:`prepare` lets the stage retain K and V; only the keys and
+            values that later units see are kept. Evaluation always keeps only these.
         exchange: Communication with the ranks over which every unit's tokens are sharded; None if
             they are not. A :class:`MegatronSequenceParallel` if weights are sharded, too.
     """
@@ -61,6 +64,7 @@ class Stage:
         layers: range,
         providers: StageProviders,
         input_every: int = 1,
+        recomputes_windows: bool = False,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
     ) -> None:
         self._tensor = exchange if isinstance(exchange, MegatronSequenceParallel) else None
@@ -82,6 +86,7 @@ class Stage:
         self.layout = ActivationLayout(self._blocks, {})
         """Layout of the saved tensors of the step given to :meth:`prepare`."""
         self._kv_placement: KVPlacement = "retained"
+        self._recomputes_windows = recomputes_windows
         self._deferred: dict[UnitKey, list[tuple[int, DeferredGradients]]] = {}
 
     @cached_property
@@ -183,7 +188,7 @@ class Stage:
         for index in self._layers:
             saves = training and index in self._with_backward
             offloaded, retained = self.layout.tensor_rows(unit.key, index) if saves else ({}, {})
-            with self._layer(unit, index, rotary, saves_kv=saves) as layer:
+            with self._layer(unit, index, rotary, saves_kv=saves, trains=training) as layer:
                 x, saved = layer.forward(x, keep=frozenset(offloaded | retained))
             if saves:
                 if "chosen" in saved:
@@ -338,9 +343,17 @@ class Stage:
 
     @contextmanager
     def _layer(
-        self, unit: Unit, index: int, rotary: RotaryTables, *, saves_kv: bool = False
+        self,
+        unit: Unit,
+        index: int,
+        rotary: RotaryTables,
+        *,
+        saves_kv: bool = False,
+        trains: bool = True,
     ) -> Iterator[Layer]:
         """Yield layer ``index`` for a unit, with its weights; offload K and V if they are saved."""
+        window = self.model.layer_type(index).window
+        keeps_all = trains and not (self._recomputes_windows and self._kv_placement == "retained")
         tokens, offload = TokenExchange(), None
         if self._tensor is not None:
             both = self._tensor.gather, self._tensor.scatter_sum
@@ -352,11 +365,11 @@ class Stage:
             unsaved = self.layout.unsaved_attention_tokens(unit.key)
         with visit(self._providers.weights, index) as weights:
             attention = PrefixAttention(
-                self._providers.kv(unit, index),
+                self._providers.kv(unit, index, partial=window is not None and not keeps_all),
                 unit.runs,
                 unsaved,
                 self._heads,
-                window=self.model.layer_type(index).window,
+                window=window,
                 document_starts=unit.span.document_starts,
                 scale=self.model.attention_scale,
                 offload=offload,

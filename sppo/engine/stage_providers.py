@@ -22,6 +22,7 @@ from sppo.activations.activation_layout import ActivationKey
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import EVERYTHING, Trainable
 from sppo.engine.attention.kv_store import KVStore, StoredKV
+from sppo.engine.attention.partial_kv import PartialKV
 from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import PartProvider, WeightProvider, visit
@@ -85,9 +86,17 @@ class StageProviders:
         with gradients_of(self.gradients, layer) as totals:
             yield GradientSum(totals)
 
-    def kv(self, unit: Unit, layer: int) -> StoredKV:
-        """Return the keys and values that the queries of ``unit`` see in a layer."""
-        return StoredKV(self.kv_store, layer, unit.sequence, unit.span)
+    def kv(self, unit: Unit, layer: int, *, partial: bool) -> StoredKV:
+        """Return the keys and values that the queries of ``unit`` see in a layer.
+
+        Args:
+            unit: Unit with the queries.
+            layer: Index of the layer, which has a window if `partial`.
+            partial: Whether only the keys and values are kept that later units see.
+        """
+        kind = PartialKV if partial else StoredKV
+        window = self.model.layer_type(layer).window
+        return kind(self.kv_store, layer, unit.sequence, unit.span, window=window)
 
     def embed(self, unit: Unit) -> Tensor:
         """Return the input of the first layer, ``[C, E]``."""

@@ -52,12 +52,18 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens ``[start, end)`` of a sequence of ``length`` tokens."""
+    """Tokens ``[start, end)`` of a sequence."""
 
     start: int
     end: int
-    length: int
+    boundaries: tuple[int, ...]
+    """Boundaries of all subsequences of the sequence, from 0 to its length."""
     document_starts: tuple[int, ...] = (0,)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the sequence."""
+        return self.boundaries[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ def units_of(
         ValueError: The boundaries do not tile the sequence, or a subsequence has fewer tokens than
             there are ranks.
     """
-    length, device = data.tokens_S.shape[0], data.tokens_S.device
+    length, device, cuts = data.tokens_S.shape[0], data.tokens_S.device, tuple(boundaries)
     if boundaries[0] != 0 or boundaries[-1] != length:
         raise ValueError(f"boundaries {list(boundaries)} do not tile a sequence of {length} tokens")
     sharded, own = [], []
@@ -144,7 +150,7 @@ def units_of(
         (sequence, index): Unit(
             sequence,
             index,
-            TokenSpan(start, end, length, data.document_starts),
+            TokenSpan(start, end, cuts, data.document_starts),
             tokens,
             data.tokens_S[part],
             of_part,

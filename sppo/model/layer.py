@@ -53,6 +53,11 @@ class SubsequenceAttention(Protocol):
         """Store k and v at the subsequence's positions; return the attention (o_CND, lse_NC)."""
         ...
 
+    @property
+    def lacks_keys(self) -> bool:
+        """True if backward must :meth:`provide` k and v before attention is computed."""
+        ...
+
     def provide(self, k_CKD: Tensor, v_CKD: Tensor) -> None:
         """Store k and v at the subsequence's positions again, without attention."""
         ...
@@ -138,6 +143,7 @@ class Layer:
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
+            self._provide_lacking(n1)
             o_CND, lse = self._with_sinks_(*self.attention.recompute(q))
             o = o_CND.flatten(1)
         out, x_mid = self._out_and_middle(x_in, o, saved)
@@ -150,6 +156,7 @@ class Layer:
         back.parameter_gradients(o, gradients)
         do_CND = back.input_gradient().view_as(q)
         del back
+        self._provide_lacking(n1)
         if self.model.attention_sinks and gradients.trains(_SINKS):
             gradients.add(_SINKS, sink_gradient(do_CND, o.view_as(q), lse, self.weights[_SINKS]))
         dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
@@ -215,6 +222,8 @@ class Layer:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
             q = self._heads.norm_and_rotate("q", q, first=done)
+        if self.attention.lacks_keys:
+            self.recompute_kv(saved["x_in"])
         o_CND, lse_NC = self._with_sinks_(*self.attention.recompute(q))
         if done:
             saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
@@ -224,8 +233,15 @@ class Layer:
 
     def recompute_kv(self, x_CE: Tensor) -> None:
         """Provide k and v to attention again, bitwise equal to those of :meth:`forward`."""
-        n1 = self._residual.normed_input("attention_norm", x_CE)
-        k, v = (self._heads.project(name, n1) for name in ("k", "v"))
+        self._provide(self._residual.normed_input("attention_norm", x_CE))
+
+    def _provide_lacking(self, n1_CE: Tensor) -> None:
+        """Provide k and v to attention in backward if it lacks them."""
+        if self.attention.lacks_keys:
+            self._provide(n1_CE)
+
+    def _provide(self, n1_CE: Tensor) -> None:
+        k, v = (self._heads.project(name, n1_CE) for name in ("k", "v"))
         self.attention.provide(self._heads.norm_and_rotate("k", k), v)
 
     def recompute_output(self, saved: Saved) -> Tensor:

@@ -42,6 +42,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         virtual_stages=candidate.virtual_stages,
         kv=candidate.kv or "retained",
         kv_recomputed=candidate.kv_recomputed,
+        windowed_kv=candidate.windowed_kv or "retained",
         state=candidate.state,
         activation_tier=candidate.tier,
     )

@@ -33,10 +33,10 @@ from sppo.planning.partition import lengths_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.quoting import one_line, quoted
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.transfers.copies import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement, WindowedKV
 from sppo.version import __version__
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Version of the plan format, incremented when the meaning of a field changes. Plans of other
 versions are refused."""
 
@@ -162,6 +162,8 @@ class ExecutionPlan:
     them. The last stage of a rank always retains K and V."""
     kv_recomputed: int
     """Number of stages of each rank that recompute K and V, whatever `kv` is."""
+    windowed_kv: WindowedKV
+    """Treatment of K and V of layers with a sliding window on stages that retain K and V."""
     state: StateTiers
     """Tiers of the training state."""
     activation_tier: Tier
@@ -231,6 +233,7 @@ class ExecutionPlan:
             virtual_stages=self.virtual_stages,
             kv=self.kv,
             kv_recomputed=self.kv_recomputed,
+            windowed_kv=self.windowed_kv,
         )
 
     def placement(self) -> ActivationPlacement:

@@ -60,6 +60,7 @@ def connect_pipeline(job: Job, plan: ExecutionPlan) -> Pipeline:
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         kv_offloaded=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
         kv_recomputed=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
+        recomputes_windows=plan.windowed_kv == "recomputed",
         msp_links=msp_links,
         input_every=run.activations.input_every,
         exchange=_exchange(run, mesh),

@@ -128,13 +128,14 @@ def tiny_hf_model(family, *, seed=0, **options):
 
 @torch.no_grad()
 def randomize(model, *, seed):
-    """Norm weights near one, everything else near zero and large enough to matter."""
+    """Factors of norms near one, everything else near zero and large enough to matter."""
+    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
     generator = torch.Generator().manual_seed(seed)
     biases = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
         noise = torch.randn(parameter.shape, generator=generator) * 0.15
         is_norm = parameter.dim() == 1 and name.endswith("weight")
-        parameter.copy_(noise + 1.0 if is_norm else noise)
+        parameter.copy_(noise + 1.0 - offset if is_norm else noise)
 
 
 @torch.no_grad()

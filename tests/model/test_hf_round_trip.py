@@ -58,16 +58,19 @@ def test_round_trip_is_exact(family, options, tmp_path):
     assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm4_moe"])
 def test_stored_type_is_kept(family, tmp_path):
     theirs, model = tiny_hf_model(family)
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "published")
     opened = open_hf_weights(tmp_path / "published", model)
     assert opened.dtype is torch.bfloat16
     save_hf_weights(tmp_path / "ours", opened, model, dtype="bf16")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    published, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("published", "ours")
+    )
     assert again.dtype is torch.bfloat16
-    pairs = zip(theirs.state_dict().values(), again.state_dict().values(), strict=True)
+    pairs = zip(published.state_dict().values(), again.state_dict().values(), strict=True)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 

@@ -16,11 +16,14 @@ import torch
 
 from sppo.cost.trainable import is_factor
 from sppo.engine import engine, stage_providers
-from sppo.engine.attention import kv_store, prefix_attention
+from sppo.engine.attention import kv_store, partial_kv, prefix_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
+from sppo.kernels import elementwise
+from sppo.model import layer, rope
 from sppo.model.gradients import DeferredGradients
 from sppo.model.layer import Layer
 from sppo.model.projection import Projection
+from sppo.model.residual import Residual
 from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
@@ -234,6 +237,97 @@ def window_one_short() -> Iterator[None]:
 
 
 @contextmanager
+def window_gradients_one_row_off() -> Iterator[None]:
+    """Gradients of keys that later units see are one row from their place."""
+    keep = kv_store.StoredKV.keep
+
+    def one_off(self: Any, *sums: torch.Tensor) -> None:
+        keep(self, *sums)
+        self._entry.gradient_rows = max(0, self._entry.gradient_rows - 1)
+
+    with patch.object(kv_store.StoredKV, "keep", one_off):
+        yield
+
+
+@contextmanager
+def window_keys_one_row_off() -> Iterator[None]:
+    """Keys that later units see are kept one row from their place."""
+    write = partial_kv.PartialKV.write
+
+    def one_off(self: Any, *keys: torch.Tensor) -> None:
+        write(self, *keys)
+        rows, end = self._entry.rows_before, self.span.end
+        rows[end] -= rows[end] > min(end, self.window - 1)
+
+    with patch.object(partial_kv.PartialKV, "write", one_off):
+        yield
+
+
+@contextmanager
+def window_off_by_one() -> Iterator[None]:
+    """A query of a sliding window sees one key more, in all passes alike."""
+    call = prefix_attention.PrefixAttention._call
+
+    def wider(self: Any, *arguments: Any) -> Any:
+        window = self.window and self.window + 1
+        return call(replace(self, window=window), *arguments)
+
+    with patch.object(prefix_attention.PrefixAttention, "_call", wider):
+        yield
+
+
+@contextmanager
+def sink_gradient_missing() -> Iterator[None]:
+    """Sinks take part in attention and get no gradient from it."""
+    gradient = layer.sink_gradient
+
+    def nothing(*arguments: Any) -> torch.Tensor:
+        return torch.zeros_like(gradient(*arguments))
+
+    with patch.object(layer, "sink_gradient", nothing):
+        yield
+
+
+@contextmanager
+def norm_offset_forgotten() -> Iterator[None]:
+    """The backward of a norm takes its weight for the factor, and not for an offset from one."""
+    backward = elementwise.norm_backward
+
+    def plain(*arguments: Any, offset: bool = False, **options: Any) -> Any:
+        return backward(*arguments, **options)
+
+    with patch.object(elementwise, "norm_backward", plain):
+        yield
+
+
+@contextmanager
+def one_rotation() -> Iterator[None]:
+    """Layers with a window rotate with the base of the others."""
+    table = rope.rotary_table
+
+    def of_full_layers(model: Any, layer_type: Any, *arguments: Any, **options: Any) -> Any:
+        scaled = model.rope_scaling is not None
+        full = layer_type._replace(rope_theta=model.rope_theta, rope_scaled=scaled)
+        return table(model, full, *arguments, **options)
+
+    with patch.object(rope, "rotary_table", of_full_layers):
+        yield
+
+
+@contextmanager
+def residual_scale_forgotten() -> Iterator[None]:
+    """The gradient of what a layer adds to the residual stream leaves the scale out."""
+    backward = Residual.term_backward
+
+    def unscaled(self: Residual, *arguments: Any) -> Any:
+        plain = self.model.model_copy(update={"residual_scale": 1.0})
+        return backward(replace(self, model=plain), *arguments)
+
+    with patch.object(Residual, "term_backward", unscaled):
+        yield
+
+
+@contextmanager
 def smoothing_forgotten() -> Iterator[None]:
     """The gradient of the loss leaves label smoothing out."""
     gradient = stage_providers.linear_cross_entropy_with_gradient
@@ -304,6 +398,11 @@ def frozen_weights_decayed() -> Iterator[None]:
         yield
 
 
+def _sees_several_units(case: Case) -> bool:
+    """Whether queries of layers with a window see keys of an earlier unit."""
+    return (case.model.window or 0) > 1 and any(len(leg.cuts) > 2 for leg in case.legs)
+
+
 def _lends_gradients(case: Case) -> bool:
     """Whether dV of a sequence may be read after the next sequence has its buffer."""
     return case.dtype != "bf16" and any(
@@ -326,6 +425,11 @@ def _lends_saved_tensors(case: Case) -> bool:
 def _reduces(case: Case, *, after_each_use: bool) -> bool:
     """Whether ranks add gradients up, after each use (ZeRO-2 and 3) or once per step."""
     return any((leg.zero >= 2) == after_each_use and leg.dp * leg.sp > 1 for leg in case.legs)
+
+
+def _has(case: Case, key: str) -> bool:
+    """Whether the model has a property that is null or false in most models."""
+    return bool(getattr(case.model.config(), key))
 
 
 def _has_adapter(case: Case, *, scaled: bool = False) -> bool:
@@ -365,6 +469,18 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (resumed_without_step, lambda case: len(case.legs) > 1),
         (weights_not_gathered, lambda case: case.num_ranks > 1),
         (window_one_short, lambda case: case.model.window is not None),
+        (window_gradients_one_row_off, _sees_several_units),
+        (
+            window_keys_one_row_off,
+            lambda case: (
+                _sees_several_units(case) and any(leg.recomputes_windows for leg in case.legs)
+            ),
+        ),
+        (window_off_by_one, lambda case: _has(case, "sliding_window")),
+        (sink_gradient_missing, lambda case: _has(case, "attention_sinks")),
+        (norm_offset_forgotten, lambda case: _has(case, "norm_offset")),
+        (one_rotation, lambda case: _has(case, "sliding_rope_theta")),
+        (residual_scale_forgotten, lambda case: case.model.config().residual_scale != 1),
         (smoothing_forgotten, lambda case: case.label_smoothing > 0),
         (scale_forgotten, lambda case: _has_adapter(case, scaled=True)),
         (recomputed_without_adapters, lambda case: _has_adapter(case) and _recomputes(case)),

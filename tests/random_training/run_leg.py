@@ -112,6 +112,7 @@ class _Rank:
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             kv_offloaded=leg.kv_offloaded,
             kv_recomputed=leg.kv_recomputed,
+            recomputes_windows=leg.recomputes_windows,
             msp_links=msp_links,
             input_every=leg.input_every,
             exchange=_exchange(leg, model, mesh),
@@ -152,6 +153,8 @@ class _Rank:
             pipeline=pipeline,
             loss_terms=case.terms,
             trainable=case.trainable,
+            routing=case.routing,
+            choice_biases=case.choice_biases,
             debug=leg.debug,
         )
 
@@ -183,6 +186,7 @@ class _Rank:
             own,
             cuts,
             num_valid=sum(data.num_valid for data in everything),
+            num_tokens=sum(len(data.tokens_S) for data in everything),
             planned=planned,
         )
         self._engine.await_gradients()

@@ -117,6 +117,8 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
         kv = f"; K and V are {evaluated.kv} between a stage's forward and its backward"
         if recomputed_stages := evaluated.candidate.kv_recomputed:
             kv += f", and recomputed on {recomputed_stages} stages of a rank"
+    if any(evaluated.candidate.recomputes_windows):
+        kv += "; K and V of layers with a sliding window are recomputed"
     if retained.sum() == whole:
         return f"every saved tensor stays on the device until its backward{kv}"
     shares = {

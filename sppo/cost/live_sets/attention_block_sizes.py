@@ -60,14 +60,14 @@ class Block:
 
 def largest_blocks(s: TensorSizes) -> Iterator[Block]:
     """Yield the largest blocks of every kind."""
-    rows, window = s.rows, s.model.sliding_window
+    rows, window = s.rows, s.kind.window
     square = _largest_square(rows)
     yield Block(s, "a causal square", BlockKind.CAUSAL, square, square)
     if rows > CAUSAL_TOKENS:
         keys = first_half(rows)
         yield Block(s, "half of a square", BlockKind.FULL, rows - keys, keys)
     prefix = s.prefix
-    if window is not None and None not in s.model.windows:
+    if window is not None:
         prefix = min(prefix, window)
     if prefix:
         yield Block(s, "the prefix", BlockKind.FULL, rows, min(prefix, PREFIX_KEYS))

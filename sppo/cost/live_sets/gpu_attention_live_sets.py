@@ -41,7 +41,7 @@ def attention_forward(s: TensorSizes) -> Iterator[LiveSet]:
 
 def _merges_spans(s: TensorSizes) -> bool:
     """Return whether a forward of flash-attn reads the keys in parts and merges their outputs."""
-    if s.model.sliding_window is not None:
+    if s.kind.window is not None:
         return False
     most_keys = CALL_ELEMENTS * s.element_bytes // s.key_row_bytes
     return s.seen_keys > most_keys and s.prefix > 0
@@ -61,8 +61,8 @@ def attention_backward(s: TensorSizes) -> Iterator[LiveSet]:
 
 def _span_backward(s: TensorSizes) -> int:
     """Return the bytes of one flash-attn call per part of the keys, and of the sum of dq."""
-    if s.model.sliding_window is not None:
-        keys, is_cut = min(s.seen_keys, s.rows + s.model.sliding_window), False
+    if s.kind.window is not None:
+        keys, is_cut = min(s.seen_keys, s.rows + s.kind.window), False
     else:  # The causal part is not cut.
         keys = min(s.seen_keys, max(SPAN_KEYS, s.rows))
         is_cut = s.seen_keys > keys

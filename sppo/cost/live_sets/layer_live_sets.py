@@ -51,9 +51,11 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     normed = s.query_bytes if s.model.qk_norm else 0
     turned = inputs + s.query_bytes + normed + tiles_bytes(s, 2, width=s.model.hidden_size)
     yield "rotation", base + turned
-    base_attention = base + inputs + (queries if s.model.qk_norm else 0)
+    base_attention = base + inputs + (queries if s.model.qk_norm else 0) + s.window_kv_bytes
     for name, live in _attention(s).attention_forward(s):
         yield f"attention forward, {name}", base_attention + live
+    if s.model.attention_sinks:
+        yield "attention sinks", base_attention + s.query_bytes + 3 * s.lse_bytes
     # x_mid, and with norms of outputs the saved output of attention.
     base += queries + outputs + s.hidden_bytes + s.output_bytes * (LINEAR not in recomputed)
     for name, live in _mlp(s).mlp_forward(s):
@@ -81,7 +83,8 @@ def layer_backward(
     queries = s.query_bytes * (own_linear + bool(s.model.qk_norm))
     if own_attention:
         for name, live in _attention(s).attention_forward(s):
-            yield f"attention recomputed, {name}", base + queries + live
+            yield f"attention recomputed, {name}", base + queries + s.window_kv_bytes + live
+        base += s.window_kv_bytes
     base += queries + (s.query_bytes + s.lse_bytes if own_attention else 0)
     inputs = s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
     # With norms of outputs: x_mid beside the output of attention, and the gradient of the MLP's
@@ -92,8 +95,10 @@ def layer_backward(
         yield name, base + inputs + live
     freed = (s.gates_bytes + s.hidden_bytes) * (LINEAR in s.freed)
     base += s.hidden_bytes + s.query_bytes - freed  # dx_mid, do
+    windowed = s.window_gradient_bytes + (0 if own_attention else s.window_kv_bytes)
     for name, live in _attention(s).attention_backward(s):
-        yield f"attention backward, {name}", base + live
+        yield f"attention backward, {name}", base + windowed + live
+    base -= s.window_kv_bytes if own_attention else 0
     factors = s.adapter_bytes("q", "k", "v")
     if factors:
         # dq, dk and dv, of which dq takes the place of do, dn1, and one u beside all its gradients.

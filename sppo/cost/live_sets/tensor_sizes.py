@@ -34,6 +34,8 @@ class TensorSizes:
         defers: Whether weight halves of backwards are deferred and keep saved tensors as operands;
             otherwise retained classes are freed as soon as backward has used them.
         kind: Kind of the layer; None for that of the last layer.
+        recomputes_windows: Whether a layer with a window keeps K and V in part, and puts those that
+            the subsequence sees together.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TensorSizes:
         *,
         defers: bool = False,
         kind: LayerKind | None = None,
+        recomputes_windows: bool = False,
     ) -> None:
         model, device = workload.model, workload.hardware.device
         degree, element_bytes = workload.sequence_parallel_degree, workload.element_bytes
@@ -58,9 +61,6 @@ class TensorSizes:
         """Threads of a CPU; 0 on a GPU, where no tiles and scratch of CPU kernels are counted."""
         self.casts = self.threads > 0 and not device.half_products
         """True if bf16 products cast tiles to fp32 (:mod:`sppo.kernels.half_products`)."""
-        self.is_half = element_bytes < ACCUMULATION_BYTES
-        """True if the compute dtype is smaller than the accumulation dtype."""
-
         self.rows = tokens * degree
         """Number of queries of each head in attention: tokens of all devices of the group."""
         self.seen_keys = prefix + self.rows
@@ -92,6 +92,7 @@ class TensorSizes:
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
         self.kind = kind or layer_kinds(model, workload.trainable)[-1]
         """Type of the layer, its adapters, and what trains in it."""
+        self._recomputes_windows = recomputes_windows
         self._ranks = {
             name.removesuffix(f".{LORA_A}"): rank
             for name, (rank, _) in self.kind.recomputed_factors
@@ -127,6 +128,31 @@ class TensorSizes:
         """Bytes of the rotary cosines and sines of the subsequence, for each rotation of layers."""
         table = 2 * self.pooled(self.tokens * ACCUMULATION_BYTES * self.model.rotary_size // 2)
         return table * num_rotations(self.model, self.workload.trainable)
+
+    @property
+    def is_half(self) -> bool:
+        """True if the compute dtype is smaller than the accumulation dtype."""
+        return self.element_bytes < ACCUMULATION_BYTES
+
+    @property
+    def window_kv_bytes(self) -> int:
+        """Bytes of K and V that are put together for a subsequence in a layer with a window."""
+        return self._window_bytes(self.element_bytes) * self._recomputes_windows
+
+    @property
+    def window_gradient_bytes(self) -> int:
+        """Bytes of the sums of dK and dV of a subsequence in a layer with a window.
+
+        0 in another layer, which adds to those of the whole sequence.
+        """
+        return self._window_bytes(ACCUMULATION_BYTES)
+
+    def _window_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of two tensors like K of the keys that a layer with a window sees."""
+        if self.kind.window is None:
+            return 0
+        keys = min(self.prefix, self.kind.window - 1) + self.rows
+        return 2 * self.pooled(keys * self.key_heads * self.model.head_dim * element_bytes)
 
     def pooled(self, size: int) -> int:
         """Return the bytes of a tensor on a CPU if the memory pool allocates it, else 0.

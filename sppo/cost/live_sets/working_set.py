@@ -38,6 +38,7 @@ def working_sets(
     defers: bool = False,
     shard: ShardSizes | None = None,
     kind: LayerKind | None = None,
+    recomputes_windows: bool = False,
 ) -> tuple[LiveSet, LiveSet]:
     """Return the largest live set of a layer's forward, and of its backward.
 
@@ -51,9 +52,19 @@ def working_sets(
         layers: Layers of the stage.
         defers: Whether weight halves of backwards are deferred.
         shard: Sizes of the MSP shard that the tokens are; None for a whole subsequence.
-        kind: Adapters of the layer, and what trains in it; None for those of the last layer.
+        kind: Window and adapters of the layer, and what trains in it; None for those of the last
+            layer.
+        recomputes_windows: Whether layers with a window recompute K and V in backward.
     """
-    sizes = TensorSizes(workload, tokens, prefix, retained, defers=defers, kind=kind)
+    sizes = TensorSizes(
+        workload,
+        tokens,
+        prefix,
+        retained,
+        defers=defers,
+        kind=kind,
+        recomputes_windows=recomputes_windows,
+    )
     forward = layer_forward(sizes, recomputed=recomputed)
     backward = layer_backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
     if shard is not None:

@@ -21,7 +21,7 @@ from sppo.activations.tensor_classes import (
 )
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.layer_kinds import LayerKind
+from sppo.cost.layer_kinds import LayerKind, kinds_of_model
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
 from sppo.cost.stage_cost import kinds_of_stages
@@ -129,6 +129,7 @@ def running_bytes(
             layers=min(layers, every + 1),
             shard=shard,
             kind=kind,
+            recomputes_windows=candidate.recomputes_windows[stage],
         )
         for kind in _kinds(candidate, stage=stage)
     ]
@@ -141,11 +142,12 @@ def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
 
     None stands for the kind of all layers.
     """
-    kinds = candidate.kinds_of_layers[stage]
-    if candidate.workload.trainable.is_everything and len({own.type.routed for own in kinds}) == 1:
+    workload, kinds = candidate.workload, candidate.kinds_of_layers[stage]
+    every = kinds_of_model(workload.model, workload.trainable)
+    alike = len({(own.type.routed, own.window) for own in every}) == 1
+    if workload.trainable.is_everything and alike:
         return (None,)
-    saving = [kind for kind in kinds if kind.has_backward] or [*kinds]
-    return {kind._replace(type=kind.type._replace(window=None)) for kind in saving}
+    return [kind for kind in kinds if kind.has_backward] or [*kinds]
 
 
 def loss_bytes(workload: Workload, *, tokens: int) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
-from sppo.cost.kv import kv_tokens
+from sppo.cost.kv import kv_of_sequences
 from sppo.schedule.actions import Op
 from sppo.schedule.costs import Table
 from sppo.schedule.graph import Ints
@@ -182,9 +182,9 @@ def kv_held(candidate: Candidate) -> tuple[Table, Table]:
         modified.
     """
     walk = walk_of(candidate)
-    tokens = np.array([*map(sum, candidate.sequence_lengths)], dtype=np.float64)[walk.sequences]
+    cut = walk.sequences if candidate.packed else np.zeros_like(walk.sequences)
     of_keys, of_gradients, of_forward_only = (
-        token_bytes[walk.stages] * tokens for token_bytes in kv_tokens(candidate)
+        of_sequences[walk.stages, cut] for of_sequences in kv_of_sequences(candidate)
     )
     placed = np.array(candidate.kv_of_stages)[walk.stages]
     turns, closes = walk.is_forward & walk.is_last_part, walk.is_backward & walk.is_first_part

@@ -49,6 +49,11 @@ class PrefixAttention:
     scale: float | None = None
     offload: Callable[..., None] | None = None
 
+    @property
+    def lacks_keys(self) -> bool:
+        """True if :meth:`provide` must be called before keys and values are read."""
+        return self.kv.lacks_keys
+
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
         """Provide k and v of the unit to all later units, and return (o_cND, lse_Nc)."""
         if self.heads is not None:
@@ -63,7 +68,7 @@ class PrefixAttention:
         return found
 
     def provide(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
-        """Provide k and v of the unit to all units again, without attention."""
+        """Provide k and v of the unit again, without attention."""
         if self.heads is not None:
             k_cKD, v_cKD = self.heads.to_heads([], [k_cKD, v_cKD], shard_tokens=self._tokens)
         self.kv.write(k_cKD, v_cKD)
@@ -86,6 +91,7 @@ class PrefixAttention:
         dk_TKD, dv_TKD = self.kv.gradients()
         dq = self._query_gradients(do_cND, q_cND, o_cND, lse_Nc, dk_TKD, dv_TKD)
         dk, dv = self.kv.complete(dk_TKD, dv_TKD)
+        del dk_TKD, dv_TKD
         self.kv.release()
         if self.heads is not None:
             dq, dk, dv = self.heads.to_tokens([dq], [dk, dv], shard_tokens=self._tokens)

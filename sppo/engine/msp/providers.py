@@ -83,8 +83,9 @@ class ShardProviders(StageProviders):
             yield sink
             sink.finish()
 
-    def kv(self, unit: Unit, layer: int) -> SharedKV:
+    def kv(self, unit: Unit, layer: int, *, partial: bool) -> SharedKV:
         """Return keys and values of a layer: in forward those sent ahead, else fetched now."""
+        assert not partial, "owners of shared units keep all keys and values"
         if layer in self._ahead:
             return self._ahead.pop(layer)
         kv = self._shared_kv(as_shard(unit), layer)

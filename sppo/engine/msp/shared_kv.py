@@ -39,10 +39,8 @@ class SharedKV(StoredKV):
         window: int | None,
         store: KVStore,
     ) -> None:
-        super().__init__(store, layer, shard.sequence, shard.span)
+        super().__init__(store, layer, shard.sequence, shard.span, window=window)
         self._shard, self._exchange = shard, shard.exchange
-        self.first_key = 0 if window is None else max(0, shard.span.start - window + 1)
-        self._prefix_keys = shard.span.start - self.first_key
         self._kv: tuple[Tensor, Tensor] | None = None
 
     def prefix(self) -> tuple[Tensor, ...]:
@@ -50,30 +48,29 @@ class SharedKV(StoredKV):
 
         On the owner, views of its store; on a borrower, buffers to fill; empty without a prefix.
         """
-        if self._prefix_keys == 0:
+        if self.prefix_keys == 0:
             return ()
         if not self._exchange.is_owner:
             self._kv = k, v = self._empty(self.store.dtype)
-            return k[: self._prefix_keys], v[: self._prefix_keys]
-        k, v = self.read_until(self.span.start)
-        return k[self.first_key :], v[self.first_key :]
+            return k[: self.prefix_keys], v[: self.prefix_keys]
+        return self.read_until(self.span.start)
 
     def write(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
         """Gather the unit's keys and values from all shards, behind those of the prefix."""
         k_CKD, v_CKD = self._gathered(k_cKD), self._gathered(v_cKD)
         if self._exchange.is_owner:
             super().write(k_CKD, v_CKD)
-            self._kv = self._stored()
+            self._kv = super().read()
             return
         if self._kv is None:
             self._kv = self._empty(self.store.dtype)
         for tensor, unit in zip(self._kv, (k_CKD, v_CKD), strict=True):
-            tensor[self._prefix_keys :] = unit
+            tensor[self.prefix_keys :] = unit
 
     def fetch(self) -> None:
         """Receive keys and values of prefix and unit; the first call of a layer's backward."""
         is_owner = self._exchange.is_owner
-        self._kv = self._stored() if is_owner else self._empty(self.store.dtype)
+        self._kv = super().read() if is_owner else self._empty(self.store.dtype)
         for tensor in self._kv:
             self._exchange.from_owner(tensor)
 
@@ -89,16 +86,18 @@ class SharedKV(StoredKV):
 
     def complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Sum over the shards at the owner; return the complete (dk_cKD, dv_cKD) of the shard."""
-        totals = super().gradients() if self._exchange.is_owner else (None, None)
+        totals = super().gradients() if self._exchange.is_owner else None
         found = []
-        for part, total in zip((dk_TKD, dv_TKD), totals, strict=True):
+        for index, part in enumerate((dk_TKD, dv_TKD)):
             self._exchange.to_owner(part)
-            unit = part.new_empty(part[self._prefix_keys :].shape, dtype=self.store.dtype)
-            if total is not None:
-                total[self.first_key :].add_(part)
-                unit.copy_(total[self.span.start :])
+            unit = part.new_empty(part[self.prefix_keys :].shape, dtype=self.store.dtype)
+            if totals is not None:
+                totals[index].add_(part)
+                unit.copy_(totals[index][self.prefix_keys :])
             self._exchange.from_owner(unit)
             found.append(unit)
+        if totals is not None:
+            self.keep(*totals)
         dk, dv = (self._shard.take(unit) for unit in found)
         return dk, dv
 
@@ -120,11 +119,6 @@ class SharedKV(StoredKV):
         for shard_index, gathered in enumerate(shards):
             shard.put(gathered, shard_index=shard_index, whole_C=unit)
         return unit
-
-    def _stored(self) -> tuple[Tensor, Tensor]:
-        """Return views of the owner's keys and values."""
-        k, v = super().read()
-        return k[self.first_key :], v[self.first_key :]
 
     def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return two new tensors ``[T, K, D]``."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.kv import kv_tokens
+from sppo.cost.kv import kv_of_sequences
 from sppo.cost.memory.walk import Mask, walk_of
 from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.schedule.costs import Table
@@ -64,8 +64,9 @@ def pace_forwards(
         """
         return table[first:][which[first:]].reshape(len(room), -1)
 
-    tokens = np.array([sequence.tokens for sequence in candidate.packed])[walk.sequences]
-    keys, of_keys, passing = (tokens * of_stages[walk.stages] for of_stages in kv_tokens(candidate))
+    keys, of_keys, passing = (
+        of_sequences[walk.stages, walk.sequences] for of_sequences in kv_of_sequences(candidate)
+    )
     keys = keys + passing
     saved, (before, beside) = walk.of_actions(held), map(walk.of_actions, running)
     # Bytes that the forwards of a rank allocate, and those that its backwards free.

@@ -29,7 +29,7 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.transfers.copies import KVPlacement
+from sppo.schedule.transfers.copies import KVPlacement, WindowedKV
 
 OTHER_SCHEDULES = ("seq_zb_h1", "interleaved_seq1f1b", "sppo_msp")
 """Schedules beside the plain order: zero-bubble, of one stage on a rank; interleaved, of several;
@@ -40,6 +40,12 @@ _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
     "auto": None,
     "retain": "retained",
     "offload": "offloaded",
+    "recompute": "recomputed",
+}
+_WINDOWED_KV: dict[str, WindowedKV | None] = {
+    "auto": None,
+    "retain": "retained",
+    "offload": "retained",
     "recompute": "recomputed",
 }
 
@@ -86,8 +92,8 @@ def candidates_of_degrees(
 def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candidate | None:
     """Return a candidate in the plain order with another schedule; None if the run rules it out.
 
-    Only the plain order places K and V off the device. What streams weights or gradients has no
-    schedule but the interleaved one.
+    Only the plain order places K and V off the device, and ranks that share units (MSP) retain
+    them. What streams weights or gradients has no schedule but the interleaved one.
 
     Args:
         run: Validated run configuration.
@@ -107,11 +113,13 @@ def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candid
         degrees, lengths = Degrees.of_candidate(candidate), candidate.lengths
         if (
             run.parallel.multiplexed == "off"
+            or run.activations.kv == "recompute"
             or multiplexed_problem(run, degrees=degrees)
             or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=True)
             or CUT_UNIT * candidate.num_units > CHOSEN_UNITS
         ):
             return None
+        candidate = replace(candidate, windowed_kv="retained")
     return replace(candidate, schedule=schedule, kv="retained")
 
 
@@ -147,6 +155,7 @@ def candidate_of(
     in_loop = (automatic if schedule == "auto" else schedule) == LOOPED and virtual_stages > 1
     ratio = run.activations.offload_ratio
     tier = activation_tiers(run, hardware=workload.hardware)[0]
+    has_windows = run.model.windows != {None} and schedule != "sppo_msp"
     whole_weights = workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1
     return Candidate(
         workload,
@@ -166,4 +175,5 @@ def candidate_of(
         allow_partial=whole_weights and tier != "device",
         virtual_stages=virtual_stages,
         kv=_KV_PLACEMENTS[run.activations.kv] if in_loop else "retained",
+        windowed_kv=_WINDOWED_KV[run.activations.kv] if has_windows else "retained",
     )

@@ -391,8 +391,12 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
 
 
 def places_kv(run: RunConfig) -> bool:
-    """Return whether the run asks to offload or recompute K and V."""
-    return run.activations.kv in ("offload", "recompute")
+    """Return whether the run asks to offload or recompute K and V, which few orders can.
+
+    Layers with a sliding window recompute theirs in every order.
+    """
+    asked = run.activations.kv
+    return asked == "offload" or (asked == "recompute" and run.model.windows == {None})
 
 
 def cut_sequence(run: RunConfig, *, num_subsequences: int, num_stages: int) -> tuple[int, ...]:

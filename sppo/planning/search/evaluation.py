@@ -33,7 +33,8 @@ def evaluate_candidate(candidate: Candidate) -> EvaluatedCandidate:
     """Place the activations of a candidate, and find out whether it fits.
 
     If the placement of K and V is open, the fastest that fits is taken of retaining and offloading;
-    recomputing on all or some stages only if neither fits. If nothing fits, the first placement
+    recomputing on all or some stages only if neither fits, and in layers with a sliding window if
+    otherwise saved tensors are recomputed. If nothing fits, the first placement
     that lacks least memory is returned.
 
     Args:
@@ -45,8 +46,12 @@ def evaluate_candidate(candidate: Candidate) -> EvaluatedCandidate:
     """
     found: list[EvaluatedCandidate] = []
     for choice in filter(may_fit, kv_choices(candidate)):
-        recomputes = "recomputed" in choice.kv_of_stages
-        if recomputes and any(one.shortfall is None for one in found):
+        fitting = [one for one in found if one.shortfall is None]
+        if fitting and "recomputed" in choice.kv_of_stages:
+            break
+        if choice.windowed_kv == "recomputed" and not all(
+            one.placement.recomputed.any() for one in fitting
+        ):
             break
         found.append(_placed(choice))
     # Retaining needs more memory than the second choice.

@@ -18,8 +18,22 @@ from sppo.planning.search.policy_inputs import tier_room_bytes
 def kv_choices(candidate: Candidate) -> Iterator[Candidate]:
     """Yield a candidate with each placement of K and V that it may have, simplest first.
 
-    Retaining is simplest, then offloading, recomputing, and recomputing on some stages alone.
+    Retaining is simplest, then offloading, then the same with K and V recomputed in layers with a
+    sliding window, then recomputing on all stages, and on some stages alone.
     """
+    if candidate.windowed_kv is not None:
+        yield from _of_stages(candidate)
+        return
+    of_stages = [*_of_stages(candidate)]
+    for choice in of_stages:
+        if "recomputed" not in choice.kv_of_stages:
+            yield replace(choice, windowed_kv="retained")
+    for choice in of_stages:
+        yield replace(choice, windowed_kv="recomputed")
+
+
+def _of_stages(candidate: Candidate) -> Iterator[Candidate]:
+    """Yield a candidate with each placement of the K and V of its stages, simplest first."""
     if candidate.kv is not None:
         yield candidate
         return

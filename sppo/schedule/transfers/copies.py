@@ -41,6 +41,9 @@ from sppo.schedule.schedule import Schedule, columns_of
 KVPlacement = Literal["retained", "offloaded", "recomputed"]
 """Placement of a stage's K and V between its forward and its backward of a sequence."""
 
+WindowedKV = Literal["retained", "recomputed"]
+"""Treatment of K and V of layers with a sliding window on stages that retain K and V."""
+
 
 @cache
 def kv_of_turns(kv: KVPlacement, *, recomputed: int, turns: int) -> tuple[KVPlacement, ...]:

@@ -17,7 +17,7 @@ def keys(tokens, *, value=0.0):
 
 
 def unit(store, start, end, *, sequence=0, layer=0):
-    return StoredKV(store, layer, sequence, TokenSpan(start, end, length=10))
+    return StoredKV(store, layer, sequence, TokenSpan(start, end, boundaries=(0, 10)))
 
 
 def write(store, start, tokens, *, value=1.0, **where):

@@ -17,7 +17,7 @@ def test_gradients_of_keys_lie_by_token(dtype):
         torch.randn(6, heads, MODEL.head_dim).to(dtype)
         for heads in (MODEL.num_heads, MODEL.kv_heads, MODEL.kv_heads)
     )
-    whole = TokenSpan(start=0, end=6, length=6, document_starts=(0,))
+    whole = TokenSpan(start=0, end=6, boundaries=(0, 6))
     kv = StoredKV(store, layer=0, sequence=0, span=whole)
     attention = PrefixAttention(kv, runs=(Run(0, 6),))
     o, lse = attention.forward(q, k, v)

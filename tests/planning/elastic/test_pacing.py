@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo.cost.kv import kv_tokens
+from sppo.cost.kv import kv_of_sequences
 from sppo.cost.memory.walk import kv_held, walk_of
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import weight_operand_bytes
@@ -202,7 +202,7 @@ def test_ranks_begin_as_much_as_there_is_room_for(candidate, seed, share):
     assert (np.array(found) >= np.array(least)).all()
     assert (np.diff(np.array(found), axis=0) <= 0).all()
     assert (peaks(found) <= room).all()
-    if kv_tokens(candidate)[2][begin:].any():
+    if kv_of_sequences(candidate)[2][begin:].any():
         return  # K and V of layers without a backward count longer than they live
     if (peaks(most) <= room).all():
         assert found[begin:] == most[begin:]

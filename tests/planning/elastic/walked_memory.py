@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from sppo.cost.kv import kv_tokens
+from sppo.cost.kv import kv_of_sequences
 from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.stage_cost import placed_bytes, weight_operand_bytes
@@ -51,8 +51,7 @@ def walked_peaks(candidate, held, running, schedule=None):
 def _bytes_at_actions(candidate, program, held, running):
     """What one rank holds while each of its forwards, backwards and weight halves runs."""
     firsts = [own.start for own in candidate.distinct_sequences]
-    tokens = [sequence.tokens for sequence in candidate.packed]
-    kv_bytes, gradient_bytes, passing_bytes = kv_tokens(candidate)
+    kv_bytes, gradient_bytes, passing_bytes = kv_of_sequences(candidate)
     operands = weight_operand_bytes(candidate)
     first = candidate.forward_only_stages
     actions = [action for action in program if action.kind in _COMPUTE or _returns_kv(action)]
@@ -65,17 +64,17 @@ def _bytes_at_actions(candidate, program, held, running):
     for action in actions:
         owner = action.stage, action.sequence
         if _returns_kv(action):
-            keys[owner] = kv_bytes[action.stage] * tokens[action.sequence]
+            keys[owner] = kv_bytes[owner]
             continue
         unit = action.stage, firsts[action.sequence] + action.subsequence
         beside = 0.0
         if action.kind is ActionKind.F:
             units[unit] = held[unit] * (action.stage >= first)
-            keys[owner] = kv_bytes[action.stage] * tokens[action.sequence]
-            passing[owner] = passing_bytes[action.stage] * tokens[action.sequence]
+            keys[owner] = kv_bytes[owner]
+            passing[owner] = passing_bytes[owner]
             beside = forward[unit]
         elif action.kind is ActionKind.B:
-            gradients[owner] = gradient_bytes[action.stage] * tokens[action.sequence]
+            gradients[owner] = gradient_bytes[owner]
             beside = backward[unit]
         yield sum(map(_total, (units, waiting, keys, gradients, passing))) + beside
         left[owner] -= action.kind is ActionKind.B

@@ -7,7 +7,7 @@ from sppo.config.huggingface.families.refused import DENSE_REFUSED
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.huggingface.layer_patterns import Windows, all_but_every, never
 from sppo.config.huggingface.rope import Rope
-from sppo.config.huggingface.settings import Derived, Json, Key, integer, number, score_scale
+from sppo.config.huggingface.settings import Derived, Json, Key, integer, positive, score_scale
 from sppo.config.huggingface.tensor_names import ROTARY_MODULES, TensorNames
 from sppo.config.model import ModelConfig
 
@@ -45,7 +45,7 @@ OLMO3 = HfFamily(
 
 def _scale_of_gemma(config: Json, key: str) -> float | None:
     """Return the factor of scores, null for the usual one."""
-    scalar = number(config, key)
+    scalar = positive(config, key)
     return None if scalar == integer(config, "head_dim") else scalar**-0.5
 
 
