@@ -235,7 +235,7 @@ def layer_parts(
         },
         "attention_recompute": {
             "attention": attention,
-            "elementwise": -saving[ATTENTION],
+            "elementwise": elementwise["attention_recompute"] - saving[ATTENTION],
             "exchange": exchange * times["attention_recompute"],
         },
     }
