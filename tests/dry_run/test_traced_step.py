@@ -98,6 +98,32 @@ def test_fp32_holds_what_is_planned():
     assert_as_planned(step)
 
 
+@pytest.mark.parametrize(
+    ("policy", "kv", "pattern"),
+    [
+        ("keep_attention", "recompute", ["sliding"]),
+        pytest.param("retain", "retain", ["sliding", "full"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_layers_with_windows_hold_what_is_planned(policy, kv, pattern):
+    """The layer that holds most is last, so that all saved tensors are there, too."""
+    windows = {"num_layers": 4, "sliding_window": 1024, "layer_types": pattern}
+    run = run_config(
+        {**TWO_LAYERS["qwen3"], **windows},
+        length=16001,
+        sequence={"num_subsequences": 4},
+        hardware={"preset": "h100", "devices_per_node": 1},
+        parallel={"virtual_stages": 1},
+        activations={"policy": policy, "kv": kv},
+    )
+    plan = plan_for_gpu(run)
+    assert plan.windowed_kv == ("recomputed" if kv == "recompute" else "retained")
+    step = trace_step(run, plan)
+    assert_as_planned(step)
+    planned_bytes, held = step.buckets["K/V and gradients"]
+    assert planned_bytes == held
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_moments_in_bf16_take_what_is_planned(tier):
