@@ -40,14 +40,6 @@ TWO_LAYERS = {
         "num_kv_heads": 4, "head_size": 128, "mlp_size": 3072, "qk_norm": "head",
         "experts": {"count": 16, "per_token": 4, "mlp_size": 512, "normalize": True},
     },
-    "experts beside a shared MLP": {
-        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
-        "num_kv_heads": 4, "mlp_size": 3072,
-        "experts": {
-            "count": 16, "per_token": 4, "mlp_size": 512, "shared_mlp_size": 512,
-            "score": "sigmoid", "choice_bias": True,
-        },
-    },
     "large vocabulary": {
         "vocab_size": 128256, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "mlp_size": 1024,
     },
@@ -89,6 +81,16 @@ def test_one_rank_holds_what_is_planned(model, policy, preset):
     run = run_of(model, policy, preset=preset)
     between = ALL_OFFLOADED if policy == "offload_all" else BETWEEN
     assert_as_planned(trace_step(run, plan_for_gpu(run)), between)
+
+
+@pytest.mark.parametrize("policy", ["recompute", *exhaustive("retain")])
+def test_a_shared_mlp_and_a_first_dense_layer_take_what_is_planned(policy):
+    experts = {
+        **TWO_LAYERS["experts"]["experts"], "score": "sigmoid", "choice_bias": True,
+        "shared_mlp_size": 512, "dense_layers": 1,
+    }  # fmt: skip
+    run = run_of({**TWO_LAYERS["experts"], "experts": experts}, policy)
+    assert_as_planned(trace_step(run, plan_for_gpu(run)))
 
 
 def test_fp32_holds_what_is_planned():

@@ -98,6 +98,11 @@ class TensorSizes:
             for name, (rank, _) in self.kind.recomputed_factors
         }
 
+    @property
+    def is_half(self) -> bool:
+        """True if the compute dtype is smaller than the accumulation dtype."""
+        return self.element_bytes < ACCUMULATION_BYTES
+
     @cached_property
     def _mlp_widths(self) -> Mapping[str, int]:
         """Widths of the inputs of activations in the MLP of the layer, by name."""
