@@ -122,6 +122,12 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
             f"{asked} shards units over pipeline ranks, and there is one: raise "
             "parallel.pipeline_parallel_degree, or leave it out"
         )
+    if run.routing.balance_loss:
+        return (
+            f"{asked} runs parts of a sequence on other pipeline ranks, and routing.balance_loss "
+            f"needs the loads of all of it: write {other}, or routing.balance_loss=0 (with "
+            "routing.bias_update to balance without a loss)"
+        )
     shards_weights = parallel.sequence_parallel == "megatron" and degrees.sequence_parallel > 1
     if shards_weights or parallel.zero == 3:
         return (
