@@ -135,11 +135,6 @@ class TensorSizes:
         return table * num_rotations(self.model, self.workload.trainable)
 
     @property
-    def is_half(self) -> bool:
-        """True if the compute dtype is smaller than the accumulation dtype."""
-        return self.element_bytes < ACCUMULATION_BYTES
-
-    @property
     def window_kv_bytes(self) -> int:
         """Bytes of K and V that are put together for a subsequence in a layer with a window."""
         return self._window_bytes(self.element_bytes) * self._recomputes_windows
