@@ -54,6 +54,8 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     base_attention = base + inputs + (queries if s.model.qk_norm else 0) + s.window_kv_bytes
     for name, live in _attention(s).attention_forward(s):
         yield f"attention forward, {name}", base_attention + live
+    if s.model.attention_sinks:
+        yield "attention sinks", base_attention + s.query_bytes + 3 * s.lse_bytes
     # x_mid, and with norms of outputs the saved output of attention.
     base += queries + outputs + s.hidden_bytes + s.output_bytes * (LINEAR not in recomputed)
     for name, live in _mlp(s).mlp_forward(s):
