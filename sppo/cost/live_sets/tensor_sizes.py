@@ -98,6 +98,12 @@ class TensorSizes:
             for name, (rank, _) in self.kind.recomputed_factors
         }
 
+    @property
+    def output_gradient_bytes(self) -> int:
+        """Bytes of the gradient of the MLP's output, if it is not that of the residual stream."""
+        is_scaled = self.model.residual_scale != 1
+        return self.hidden_bytes if is_scaled else self.output_bytes
+
     @cached_property
     def _mlp_widths(self) -> Mapping[str, int]:
         """Widths of the inputs of activations in the MLP of the layer, by name."""
