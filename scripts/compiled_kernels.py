@@ -26,6 +26,7 @@ from option_types import one_of, output_file, positive, several  # beside this f
 from rich.console import Console
 
 from sppo.cli.printing import table
+from sppo.config.model import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from sppo.output_file import write_text
 
 CAPABILITIES = (80, 90, 100)
@@ -209,7 +210,7 @@ def _launches(which: str) -> Mapping[str, Callable[[], None]]:
 def _elementwise(dtype: Any, width: int) -> None:
     import torch
 
-    from sppo.kernels.triton import activations, grouped, merge, norms, rotary
+    from sppo.kernels.triton import activations, grouped, merge, norms, rotary, sinks
 
     acc_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.zeros(8, width, dtype=dtype)
@@ -219,12 +220,16 @@ def _elementwise(dtype: Any, width: int) -> None:
         for residual in (None, x):
             norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=residual)
         norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=x, with_parameters=False)
+    norms.norm(x, x[0], None, eps=1e-6, offset=True)
+    norms.norm_backward(x, x, x[0], None, eps=1e-6, offset=True, dresidual_CE=x)
     heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
-    rotary.turn(heads, angles, angles, sign=1.0)
-    activations.activation(x, x.clone(), kind="swiglu")
-    activations.activation_backward_(x.clone(), x.clone(), x.clone(), kind="swiglu")
-    activations.activation_backward_(x.clone(), None, x.clone(), kind="gelu")
-    activations.activation_backward_(x.clone(), None, x.clone(), kind="gelu_tanh")
+    for pairs in (32, 16):
+        rotary.turn(heads, angles[..., :pairs], angles[..., :pairs], sign=1.0)
+    sinks.sink_gradient(heads, heads, angles.new_zeros(heads.shape[1], 8), heads[0, :, 0])
+    for kind in (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS):
+        gate = x.clone() if kind in GATED_ACTIVATIONS else None
+        activations.activation(gate, x.clone(), kind=kind)
+        activations.activation_backward_(x.clone(), gate, x.clone(), kind=kind)
     ends, products = torch.full((2,), 8, dtype=torch.int32), torch.zeros(2, width, 64)
     grouped.add_grouped_products_(products.to(acc_dtype), x, x[:, :64], ends)
     total = torch.zeros(heads.shape, dtype=acc_dtype)
@@ -237,10 +242,15 @@ def _cross_entropy(dtype: Any, words: int) -> None:
     from sppo.kernels.triton.cross_entropy import cross_entropy
 
     logits, labels = torch.zeros(4, words, dtype=dtype), torch.zeros(4, dtype=torch.long)
-    for label_smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-4)):
+    for label_smoothing, z_loss, logits_scale in ((0.0, 0.0, 1.0), (0.1, 1e-4, 0.1)):
         for scale in (None, 1.0):
             cross_entropy(
-                logits, labels, scale=scale, label_smoothing=label_smoothing, z_loss=z_loss
+                logits,
+                labels,
+                scale=scale,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                logits_scale=logits_scale,
             )
 
 

@@ -24,8 +24,9 @@ DEEP = {
     "qwen3": {**SIX, **MOSTLY_SLIDING},
     "mistral": SIX,
     "gpt2": SIX,
+    "smollm3": {"attention_bias": False},  # biases of k have no gradient where k is not rotated
     "qwen2_moe": MOSTLY_SLIDING,
-    "qwen3_moe": MOSTLY_SLIDING,
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 9},
 }
 """Keys of config.json of families whose tiny models are not deep, or have no layers to mix."""
 
@@ -66,8 +67,9 @@ LAYOUTS = {
 }
 """What a case has beside its family: degrees, policy, and keys of the run file."""
 
-COVERING = ("qwen3",)
-"""Families that meet every layout in the default tier: windows."""
+COVERING = ("gemma3_text", "gpt_oss")
+"""Families that meet every layout in the default tier: with norms before and after, and with
+experts and sinks, both with windows."""
 
 
 def deep(family, **more):

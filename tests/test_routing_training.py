@@ -7,7 +7,6 @@ written out here as the keys of the section ``routing`` say.
 import pytest
 import torch
 
-from tests.model.hf_models import FAMILIES as WRITTEN
 from tests.test_deep_hf_training import deep
 from tests.test_hf_training import check
 from tests.tiers import default_of
@@ -69,6 +68,11 @@ CASES = {
     "one rank": ("qwen3_moe", LOSSES, {}),
     "looped": ("qwen3_moe", LOSSES, {"keys": {"parallel.virtual_stages": 3}}),
     "grid": ("qwen3_moe", LOSSES, {"shape": (2, 2, 2), "cut": "flops", "sequences_per_step": 2}),
+    "biases, pieces of units": (
+        "glm4_moe",
+        {"bias_update": 0.02},
+        {"shape": (1, 2, 2), "cut": "even", "keys": {"parallel.multiplexed": "on"}},
+    ),
     "biases": ("glm4_moe", {"bias_update": 0.02}, {}),
     "biases, grid": (
         "glm4_moe",
@@ -79,8 +83,7 @@ CASES = {
 """Family, keys of ``routing``, and the rest of a case."""
 
 
-@pytest.mark.skipif("qwen3_moe" not in WRITTEN, reason="no family with experts")
-@pytest.mark.parametrize("name", default_of(CASES, "one rank", "grid", "biases, grid"))
+@pytest.mark.parametrize("name", default_of(CASES, "grid", "biases, grid"))
 def test_routers_train_as_documented(name, ranks, tmp_path):
     family, routing, more = CASES[name]
     keys = {**more.get("keys", {}), **{f"routing.{key}": value for key, value in routing.items()}}

@@ -165,9 +165,8 @@ class BlockLayout:
             own: self.layer_bytes(own, rows, residual=residual, alignment=TENSOR_ALIGNMENT_BYTES)
             for own in self.row_bytes
         }
-        sizes = np.array([tensors[own] for own in types], dtype=np.int64).reshape(
-            len(types), 2, len(rows)
-        )
+        sizes = np.array([tensors[own] for own in types], dtype=np.int64)
+        sizes = sizes.reshape(len(types), 2, len(rows))
         without, with_input = aligned_bytes(sizes, BLOCK_ALIGNMENT_BYTES).transpose(1, 2, 0)
         own_input = np.array(
             [

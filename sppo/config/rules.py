@@ -331,12 +331,6 @@ def _decay_suits_schedule(run: RunConfig) -> Broken:
         )
 
 
-def _model_is_built(run: RunConfig) -> Broken:
-    """A model has no property that layers do not compute yet."""
-    if run.model.experts is not None:
-        yield "model.experts", "not computed yet; leave it out"
-
-
 def _experts_are_whole(run: RunConfig) -> Broken:
     """Sharded weights (Megatron) have no experts: every device has all experts of its layers."""
     if run.model.experts is not None and run.parallel.sequence_parallel == "megatron":
@@ -444,7 +438,6 @@ def _validation_has_sets(run: RunConfig) -> Broken:
 
 RULES = (
     _data_is_named_once,
-    _model_is_built,
     _experts_are_whole,
     _routing_suits_model,
     _adapter_suits_model,

@@ -91,6 +91,13 @@ def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ..
     return tuple(found)
 
 
+@lru_cache(maxsize=256)
+def num_rotations(model: ModelConfig, trainable: Trainable) -> int:
+    """Return the number of different rotations of q and k that the layers have; cached."""
+    types = [kind.type for kind in layer_kinds(model, trainable)]
+    return len({(own.rope_theta, own.rope_scaled) for own in types if own.rope_theta is not None})
+
+
 @lru_cache(maxsize=128)
 def count_kinds(
     model: ModelConfig, trainable: Trainable, stages: tuple[range, ...]

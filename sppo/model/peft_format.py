@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.config.adapter import TARGETS, AdapterConfig
+from sppo.config.huggingface.tensor_names import EXPERT
 from sppo.config.json_file import read_json
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import LORA_A, LORA_B, Trainable, is_factor, trainable_of
@@ -53,10 +54,11 @@ def peft_tensors(model: ModelConfig, trainable: Trainable) -> tuple[HfTensor, ..
     PEFT trains copies of whole tensors, so that a tied embedding is stored as both of its uses.
 
     Raises:
-        ValueError: A projection that is part of a fused tensor, as q, k and v of GPT-2 are.
+        ValueError: A projection that is part of a fused tensor, as q, k and v of GPT-2 are, or has
+            a name that PEFT takes for that of experts.
     """
     stored = {part.name: tensor for tensor in hf_tensors(model) for part in tensor.parts}
-    names, found = names_of(model), []
+    names, unnamed, found = names_of(model), _unnamed(model), []
     for name, shape in trainable.trained_shapes(model).items():
         module, _, leaf = name.rpartition(".")
         base = stored[f"{module}.weight" if is_factor(name) else name]
@@ -64,13 +66,10 @@ def peft_tensors(model: ModelConfig, trainable: Trainable) -> tuple[HfTensor, ..
             found.append(_tensor(base.full_name, HfPart(name), shape))
             continue
         target = module.rpartition(".")[2]
-        if len(base.parts) > 1:
-            fused = base.name.removesuffix(".weight").split(".")[-1]
-            others = ", ".join(part.name.split(".")[-2] for part in base.parts)
+        if target in unnamed:
             raise ValueError(
-                f"PEFT's files have no adapters of {target}: the model stores {others} as one "
-                f"tensor, {fused}; leave them out of adapter.targets, or merge with sppo convert "
-                "to-hf"
+                f"PEFT's files have no adapters of {target}: {unnamed[target]}; leave them out of "
+                "adapter.targets, or merge with sppo convert to-hf"
             )
         order = head_rows(target, model, names) if leaf == LORA_B else ()
         stem = base.full_name.removesuffix("weight")
@@ -80,6 +79,20 @@ def peft_tensors(model: ModelConfig, trainable: Trainable) -> tuple[HfTensor, ..
         shape = trainable.trained_shapes(model)["embed.weight"]
         found.append(_tensor(HEAD, HfPart("embed.weight"), shape))
     return tuple(found)
+
+
+def _unnamed(model: ModelConfig) -> dict[str, str]:
+    """Return the reasons why PEFT's files cannot hold adapters of some projections."""
+    found, modules = {}, names_of(model).modules
+    experts = {name.rpartition(".")[2] for name in modules.values() if EXPERT in name}
+    for target, name in modules.items():
+        word = name.rpartition(".")[2]
+        parts = [other for other, theirs in modules.items() if theirs == name]
+        if len(parts) > 1:
+            found[target] = f"the model stores {', '.join(parts)} as one tensor, {word}"
+        elif word in experts:
+            found[target] = f"PEFT takes {word} for projections of experts"
+    return found
 
 
 def _tensor(name: str, part: HfPart, shape: tuple[int, ...]) -> HfTensor:
@@ -241,8 +254,7 @@ def _other_modules(
 
 def _possible_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
     """Return the tensors of an adapter of everything that PEFT's files can hold."""
-    fused = {p.name.split(".")[-2] for t in hf_tensors(model) if len(t.parts) > 1 for p in t.parts}
-    targets = tuple(target for target in TARGETS if target not in fused)
+    targets = tuple(target for target in TARGETS if target not in _unnamed(model))
     every = AdapterConfig(rank=1, targets=targets, also_train=tuple(_KINDS.values()))
     return peft_tensors(model, trainable_of(every, None, model=model))
 

@@ -45,6 +45,7 @@ def experts_plot(path: Path, *, loads: Loads, steps: int) -> None:
     bar.tick_params(labelsize=SMALL_PT, length=0, labelcolor=INK)
     every = max(1, len(layers) // _MARKS)
     axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
+    axes.set_xticks(range(0, loads.shape[1], max(1, loads.shape[1] // _MARKS)))
     clean_axes(
         axes,
         "tokens that chose the expert over the mean of its layer, by layer",

@@ -22,6 +22,7 @@ _WRITTEN = {
     "_activation_kernel": {"hidden_ptr"},
     "_activation_backward_kernel": {"dhidden_ptr", "gate_ptr", "up_ptr"},
     "_cross_entropy_kernel": {"correct_ptr", "logits_ptr", "losses_ptr"},
+    "_grouped_product_kernel": {"total_ptr"},
     "_merge_kernel": {"lse_ptr", "o_ptr"},
     "_norm_kernel": {"x_ptr", "y_ptr"},
     "_norm_backward_kernel": {"dbias_ptr", "dweight_ptr", "dx_ptr"},

@@ -19,7 +19,7 @@ from sppo.units import MIB
 from tests.dry_run.cases import CASES, plan_for_gpu, planned
 from tests.dry_run.traced_step import trace_step
 from tests.planning.cases import run_config
-from tests.tiers import default_of, each_once, exhaustive
+from tests.tiers import each_once, exhaustive
 
 TWO_LAYERS = {
     "llama": {
@@ -34,6 +34,11 @@ TWO_LAYERS = {
         "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
         "mlp_size": 4096, "mlp": "gelu", "norm": "layernorm", "position": "learned",
         "max_positions": 32768, "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+    },
+    "experts": {
+        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
+        "num_kv_heads": 4, "head_size": 128, "mlp_size": 3072, "qk_norm": "head",
+        "experts": {"count": 16, "per_token": 4, "mlp_size": 512, "normalize": True},
     },
     "large vocabulary": {
         "vocab_size": 128256, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "mlp_size": 1024,
@@ -76,6 +81,16 @@ def test_one_rank_holds_what_is_planned(model, policy, preset):
     run = run_of(model, policy, preset=preset)
     between = ALL_OFFLOADED if policy == "offload_all" else BETWEEN
     assert_as_planned(trace_step(run, plan_for_gpu(run)), between)
+
+
+@pytest.mark.parametrize("policy", ["recompute", *exhaustive("retain")])
+def test_a_shared_mlp_and_a_first_dense_layer_take_what_is_planned(policy):
+    experts = {
+        **TWO_LAYERS["experts"]["experts"], "score": "sigmoid", "choice_bias": True,
+        "shared_mlp_size": 512, "dense_layers": 1,
+    }  # fmt: skip
+    run = run_of({**TWO_LAYERS["experts"], "experts": experts}, policy)
+    assert_as_planned(trace_step(run, plan_for_gpu(run)))
 
 
 def test_fp32_holds_what_is_planned():
@@ -140,15 +155,29 @@ LAYOUTS = {
 }
 
 
+OF_EXPERTS = "multiplexed", "ulysses", "zero 3", "deferred weight halves"
+
+
 @pytest.mark.parametrize("preset", ["a100-80g", *exhaustive("h100")])
-@pytest.mark.parametrize("name", default_of(LAYOUTS, "multiplexed"))
-def test_no_bucket_of_a_layout_holds_more_than_planned(name, preset):
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *(("multiplexed", model) for model in ("qwen3", "experts")),
+        *(
+            pytest.param(name, model, marks=pytest.mark.exhaustive)
+            for model, names in (("qwen3", LAYOUTS), ("experts", OF_EXPERTS))
+            for name in names
+            if name != "multiplexed"
+        ),
+    ],
+)
+def test_no_bucket_of_a_layout_holds_more_than_planned(name, model, preset):
     """Where ranks exchange something the plan may be above the trace, and is by up to 12 %."""
     sections = LAYOUTS[name]
     degrees = {"data_parallel_degree": 1, "sequence_parallel_degree": 1}
     degrees |= {"pipeline_parallel_degree": 1, **sections.get("parallel", {})}
     run = run_config(
-        {**TWO_LAYERS["qwen3"], "num_layers": 2 * degrees.get("virtual_stages", 1)},
+        {**TWO_LAYERS[model], "num_layers": 2 * degrees.get("virtual_stages", 1)},
         length=24576,
         **{
             "sequence": {"num_subsequences": 4},

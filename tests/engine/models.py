@@ -18,7 +18,7 @@ from sppo.kernels.cross_entropy import CROSS_ENTROPY
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
 from tests.engine.reference import merged, reference_loss
-from tests.random_training.case import FAMILIES, ROPES
+from tests.random_training.case import EXPERTS, FAMILIES, ROPES
 
 BASE = {
     "vocab_size": 23,
@@ -28,36 +28,6 @@ BASE = {
     "head_size": 6,  # E = 12 is not N * D = 24
     "mlp_size": 18,
     "max_positions": 64,
-}
-EXPERTS = {
-    "softmax": {"count": 5, "per_token": 2, "mlp_size": 7, "normalize": True},
-    "gpt-oss": {
-        "count": 4,
-        "per_token": 2,
-        "mlp_size": 9,
-        "score": "softmax_chosen",
-        "bias": True,
-        "router_bias": True,
-    },
-    "glm": {
-        "count": 6,
-        "per_token": 2,
-        "mlp_size": 7,
-        "score": "sigmoid",
-        "normalize": True,
-        "scale": 2.5,
-        "groups": 3,
-        "groups_per_token": 2,
-        "shared_mlp_size": 5,
-        "dense_layers": 1,
-    },
-    "qwen2": {
-        "count": 6,
-        "per_token": 3,
-        "mlp_size": 5,
-        "shared_mlp_size": 9,
-        "shared_switch": True,
-    },
 }
 GPT = {**FAMILIES["gpt2"], "tie_embeddings": True}
 VARIANTS = {

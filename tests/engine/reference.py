@@ -59,9 +59,9 @@ def reference_loss(
         for data in sequences:
             routed: list[Routed] = []
             reference_logits(model, weights, data, routed=routed)
-            of_layers = torch.stack([routing_loss(model, routing, layer) for layer in routed])
-            of_routers = of_layers.sum() * len(data.tokens_S) / tokens
-            loss = loss + of_routers - of_routers.detach()
+            for of_layer in routed:
+                of_router = routing_loss(model, routing, of_layer) * (len(data.tokens_S) / tokens)
+                loss = loss + of_router - of_router.detach()
     return loss
 
 

@@ -65,8 +65,10 @@ _TINY = {
     "phi3": {**_SIX, "hidden_size": 48, "partial_rotary_factor": 0.75, "sliding_window": 9},
     "granite": {
         **{**_SIX, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
-        **{"residual_multiplier": 0.7, "logits_scaling": 3.0},
+        **{"residual_multiplier": 0.7, "logits_scaling": 0.3},
     },
+    "arcee": {**_SIX, "head_dim": 10, "mlp_bias": True},
+    "exaone4": {**_SIX, "sliding_window": 7, "sliding_window_pattern": 3},
     "olmo2": {**_SIX, "attention_bias": True},
     "olmo3": {**_SIX, "sliding_window": 7, "rope_parameters": {"full_attention": YARN}},
     "gemma3_text": {
@@ -128,13 +130,14 @@ def tiny_hf_model(family, *, seed=0, **options):
 
 @torch.no_grad()
 def randomize(model, *, seed):
-    """Norm weights near one, everything else near zero and large enough to matter."""
+    """Factors of norms near one, everything else near zero and large enough to matter."""
+    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
     generator = torch.Generator().manual_seed(seed)
     biases = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
         noise = torch.randn(parameter.shape, generator=generator) * 0.15
         is_norm = parameter.dim() == 1 and name.endswith("weight")
-        parameter.copy_(noise + 1.0 if is_norm else noise)
+        parameter.copy_(noise + 1.0 - offset if is_norm else noise)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from sppo.config import PRESETS, ModelConfig
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.hf_writing import save_hf_weights
 from sppo.model.initialize import initial_weights
+from tests.model.hf_models import tiny_hf_model
 
 LLAMA = ModelConfig.model_validate({**PRESETS["tiny-test"], "tie_embeddings": True})
 GPT2 = ModelConfig.model_validate({**PRESETS["tiny-gpt"], "max_positions": 16, "num_layers": 1})
@@ -126,3 +127,16 @@ def test_tensors_outlive_the_files(tmp_path):
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     assert torch.equal(weights["embed.weight"], before)
+
+
+def test_layers_that_predict_further_tokens_are_skipped(tmp_path):
+    theirs, model = tiny_hf_model("glm4_moe")
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    later = {"model.layers.6.eh_proj.weight": torch.ones(4, 8)}
+    save_file(load_file(path) | later, path, metadata={"format": "pt"})
+    assert "layers.6.eh_proj.weight" not in open_hf_weights(tmp_path, model)
+    before = {"model.layers.5.eh_proj.weight": torch.ones(4, 8)}
+    save_file(load_file(path) | before, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unknown: model.layers.5.eh_proj"):
+        open_hf_weights(tmp_path, model)

@@ -58,16 +58,19 @@ def test_round_trip_is_exact(family, options, tmp_path):
     assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm4_moe"])
 def test_stored_type_is_kept(family, tmp_path):
     theirs, model = tiny_hf_model(family)
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "published")
     opened = open_hf_weights(tmp_path / "published", model)
     assert opened.dtype is torch.bfloat16
     save_hf_weights(tmp_path / "ours", opened, model, dtype="bf16")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    published, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("published", "ours")
+    )
     assert again.dtype is torch.bfloat16
-    pairs = zip(theirs.state_dict().values(), again.state_dict().values(), strict=True)
+    pairs = zip(published.state_dict().values(), again.state_dict().values(), strict=True)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
@@ -90,3 +93,28 @@ def test_a_language_model_is_taken_out_of_one_that_sees(original, tmp_path):
     save_hf_weights(tmp_path / "ours", weights, model, dtype="fp32")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
     assert all(torch.equal(again[name], value) for name, value in text.state_dict().items())
+
+
+LAYOUTS = [
+    ("phi3", "k.weight", "self_attn.qkv_proj.weight", lambda w: w[48:64]),
+    ("phi3", "up.weight", "mlp.gate_up_proj.weight", lambda w: w[44:]),
+    # A head of eight turns its first four dimensions, in pairs (0, 1) and (2, 3).
+    ("glm4", "q.bias", "self_attn.q_proj.bias", lambda b: heads(b)[:, [0, 2, 1, 3, 4, 5, 6, 7]]),
+    ("mixtral", "expert_up.weight", "mlp.experts.gate_up_proj", lambda w: w[:, 44:]),
+    ("gpt_oss", "expert_up.weight", "mlp.experts.gate_up_proj", lambda w: w[:, :, 1::2].mT),
+    ("gpt_oss", "expert_gate.bias", "mlp.experts.gate_up_proj_bias", lambda b: b[:, ::2]),
+    ("gpt_oss", "expert_down.weight", "mlp.experts.down_proj", lambda w: w.mT),
+]
+
+
+def heads(values):
+    return values.reshape(-1, 8)
+
+
+@pytest.mark.parametrize(("family", "ours", "stored", "part"), LAYOUTS)
+def test_where_parameters_lie(family, ours, stored, part, tmp_path):
+    theirs, model = tiny_hf_model(family)
+    theirs.save_pretrained(tmp_path)
+    expected = part(theirs.state_dict()[f"model.layers.1.{stored}"])
+    found = open_hf_weights(tmp_path, model)[f"layers.1.{ours}"]
+    assert torch.equal(found.reshape(expected.shape), expected)

@@ -53,6 +53,20 @@ def test_norms_are_one_and_biases_zero():
             assert weight.unique().numel() > 0.9 * weight.numel(), name
 
 
+def test_offsets_sinks_and_biases_of_routers_start_at_zero_and_experts_are_random():
+    experts = {"count": 3, "per_token": 1, "mlp_size": 64, "router_bias": True, "bias": True}
+    routed = model(
+        hidden_size=64, norm_offset=True, qk_norm="all", attention_sinks=True, experts=experts
+    )
+    for name, weight in initial_weights(routed, seed=0).items():
+        if name.endswith((".bias", "norm.weight", "sinks.weight")):
+            assert not weight.any(), name
+        else:
+            expected = 0.01 if name.endswith(("o.weight", "down.weight")) else 0.02
+            assert weight.std().item() == pytest.approx(expected, rel=0.1), name
+            assert weight.unique().numel() > 0.9 * weight.numel(), name
+
+
 def test_residual_outputs_start_smaller():
     """Within 5 percent: a matrix of 20480 values has a standard error of 0.5 percent."""
     big = model(hidden_size=128, mlp_size=160, num_layers=8, init_std=0.03)

@@ -26,6 +26,15 @@ CASES = [
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     ("gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}),
+    ("smollm3", {}),
+    ("phi3", {}),
+    ("granite", {}),
+    ("olmo2", {}),
+    ("olmo3", {}),
+    # Norms of twice the usual size multiply rounding: six layers are off by 2e-5.
+    ("gemma3_text", {"num_hidden_layers": 3}),
+    ("glm4", {}),
+    ("gpt_oss", {}),
 ]
 
 

@@ -21,6 +21,8 @@ TOKENS = 11
 class WholeSequence:
     """Attention of a sequence that is one subsequence."""
 
+    lacks_keys = False
+
     def __init__(self):
         self.attention_recomputed = 0
 

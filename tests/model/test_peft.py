@@ -25,6 +25,8 @@ CASES = {
     "qwen3": {"rank": 3, "alpha": 6, "also_train": ["norms", "embed"]},
     "mistral": {"rank": 2, "targets": ["v"], "also_train": ["head"]},
     "gpt2": {"rank": 4, "alpha": 2, "targets": ["o", "up", "down"], "also_train": ["norms"]},
+    "glm4": {"rank": 3, "targets": ["q", "k", "down"], "also_train": ["norms"]},
+    "glm4_moe": {"rank": 2, "targets": ["q", "k", "v", "o"]},
 }
 """Section ``adapter`` by family. The embedding of qwen3 is tied."""
 
@@ -46,7 +48,7 @@ def base_weights(hf_model, model, directory):
     return dict(open_hf_weights(directory, model))
 
 
-@pytest.mark.parametrize("family", default_of(CASES, "qwen3", "gpt2"))
+@pytest.mark.parametrize("family", default_of(CASES, "qwen3", "gpt2", "glm4", "glm4_moe"))
 def test_peft_reads_merges_and_writes_what_we_write(family, tmp_path):
     hf_model, model = tiny_hf_model(family)
     adapter = adapter_of(family)
@@ -242,9 +244,16 @@ def test_copies_of_a_tied_embedding_that_differ_are_refused(tmp_path):
         open_adapter(tmp_path / "a", model, adapter)
 
 
-def test_fused_projections_of_gpt2_are_refused(tmp_path):
-    _, model = tiny_hf_model("gpt2")
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt2", "no adapters of q: .*as one tensor, c_attn; leave them"),
+        ("glm4_moe", "no adapters of gate: PEFT takes gate_proj for projections of experts; leave"),
+    ],
+)
+def test_projections_that_peft_cannot_name_are_refused(family, words, tmp_path):
+    _, model = tiny_hf_model(family)
     adapter = AdapterConfig(rank=2)
-    with pytest.raises(ValueError, match="no adapters of q: .*as one tensor, c_attn; leave them"):
+    with pytest.raises(ValueError, match=words):
         save_adapter(tmp_path / "a", trained(model, adapter), model, adapter, base=None)
     assert not (tmp_path / "a").exists()

@@ -9,6 +9,8 @@ import torch
 
 from sppo.config.model import ModelConfig
 from sppo.config.optimizer import OptimizerConfig
+from sppo.config.routing import RoutingConfig
+from sppo.cost.parameters import choice_bias_shapes
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Trainable
@@ -87,6 +89,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_scale": 1.3,
     },
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "softmax": {"count": 5, "per_token": 2, "mlp_size": 7, "normalize": True},
+    "gpt-oss": {
+        "count": 4,
+        "per_token": 2,
+        "mlp_size": 9,
+        "score": "softmax_chosen",
+        "bias": True,
+        "router_bias": True,
+    },
+    "glm": {
+        "count": 6,
+        "per_token": 2,
+        "mlp_size": 7,
+        "score": "sigmoid",
+        "normalize": True,
+        "scale": 2.5,
+        "groups": 3,
+        "groups_per_token": 2,
+        "shared_mlp_size": 5,
+        "choice_bias": True,
+        "dense_layers": 1,
+    },
+    "qwen2": {
+        "count": 6,
+        "per_token": 3,
+        "mlp_size": 5,
+        "shared_mlp_size": 9,
+        "shared_switch": True,
+    },
+}
 ROPES = {
     "": None,
     "linear": _LINEAR,
@@ -132,6 +165,8 @@ class Shape(_Short):
     norm_eps: float = 1e-5
     rotary: float = 1.0
     """Share of a head that is rotated."""
+    experts: str = ""
+    """Of `EXPERTS`; "": no layer has any."""
 
     def config(self) -> ModelConfig:
         family = FAMILIES[self.family]
@@ -144,6 +179,8 @@ class Shape(_Short):
                 own["sliding_window_first_layer"] = self.window_from
         if self.rope:
             own["rope_scaling"] = ROPES[self.rope]
+        if self.experts:
+            own["experts"] = EXPERTS[self.experts]
         return ModelConfig.model_validate(
             {
                 **family,
@@ -280,6 +317,8 @@ class Case(_Short):
     """Tokens of a turn of a conversation, of which every second one does not count; 0: no turns."""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    router_losses: tuple[float, float] = (0.0, 0.0)
+    """Factors of the balance loss and of the z-loss of the routers."""
     clip_norm: float = 1.0
     weight_decay: float = 0.1
     trainable: Trainable = EVERYTHING
@@ -288,6 +327,18 @@ class Case(_Short):
     @property
     def terms(self) -> LossTerms:
         return LossTerms(self.label_smoothing, self.z_loss)
+
+    @property
+    def routing(self) -> RoutingConfig:
+        balance_loss, z_loss = self.router_losses
+        return RoutingConfig(balance_loss=balance_loss, z_loss=z_loss)
+
+    @property
+    def choice_biases(self) -> dict[str, torch.Tensor]:
+        """Random biases by which experts are chosen."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = choice_bias_shapes(self.model.config())
+        return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
     @property
     def optimizer(self) -> OptimizerConfig:

@@ -13,7 +13,7 @@ from sppo.cost.parameters import layer_shapes, parameter_shapes
 from sppo.cost.trainable import Adapter, Trainable
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, order_of
 from tests.offload.emulated_lane import SCHEDULERS
-from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Samples, Shape
+from tests.random_training.case import EXPERTS, FAMILIES, ROPES, Case, Leg, Samples, Shape
 
 T = TypeVar("T")
 
@@ -30,7 +30,8 @@ _GRIDS = tuple(
 
 def draw(seed: int) -> Case:
     """The case of a seed."""
-    return _Draw(seed).case()
+    drawing = _Draw(seed)
+    return drawing.with_router_losses(drawing.case())
 
 
 class _Draw:
@@ -39,10 +40,11 @@ class _Draw:
 
     def case(self) -> Case:
         chance, pick = self._chance, self._pick
-        shape = self._shape()
+        shape = self._with_experts(self._shape())
         case = Case(
             seed=self._seed,
-            dtype=pick(["fp64", "fp32", "fp32", "bf16"]),
+            # In bf16 rounding would choose other experts than the oracle's.
+            dtype=pick(["fp64", "fp32", "fp32", "fp32" if shape.experts else "bf16"]),
             model=shape,
             documents=pick([2, 3, 5]) if chance(0.3) else 1,
             ignored=pick([0.0, 0.1, 0.5, 0.97]),
@@ -177,6 +179,25 @@ class _Draw:
             rotary=1 - 2 / head_size if family == "glm" else 1.0,
         )
 
+    def _with_experts(self, shape: Shape) -> Shape:
+        """Experts in place of MLPs: often, by a generator of their own."""
+        own = random.Random(f"experts {self._seed}")
+        if not shape.config().gated or own.random() < 0.6:
+            return shape
+        return replace(shape, experts=own.choice(list(EXPERTS)))
+
+    def with_router_losses(self, case: Case) -> Case:
+        """Losses of the routers: often, but not in samples, which are packed by other rules.
+
+        MSP shares no loads of experts.
+        """
+        own = random.Random(f"routers {self._seed}")
+        if not case.model.experts or case.samples is not None or own.random() < 0.4:
+            return case
+        balance, z = own.choice([0.0, 0.02]), own.choice([0.0, 0.003])
+        has_msp = any(leg.schedule == "sppo_msp" for leg in case.legs)
+        return replace(case, router_losses=(0.0 if has_msp else balance, z))
+
     def _leg(self, shape: Shape) -> Leg:
         chance, pick = self._chance, self._pick
         dp, pp, sp = self._grid(shape)
@@ -222,7 +243,7 @@ class _Draw:
     def _splits(shape: Shape, sp: int) -> bool:
         """Whether Megatron can share the weights out."""
         whole_norms = FAMILIES[shape.family].get("qk_norm") == "all"
-        return sp > 1 and shape.mlp_size % sp == 0 and not whole_norms
+        return sp > 1 and shape.mlp_size % sp == 0 and not (whole_norms or shape.experts)
 
     def _cuts(self, leg: Leg) -> tuple[int, ...]:
         """Cuts of subsequences that every rank has a part of, at odd places."""

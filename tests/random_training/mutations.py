@@ -17,16 +17,23 @@ import torch
 from sppo.cost.trainable import is_factor
 from sppo.engine import engine, stage_providers
 from sppo.engine.attention import kv_store, partial_kv, prefix_attention
+from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.sharded_gradients import ShardedGradients
+from sppo.kernels import elementwise
+from sppo.model import layer, rope
+from sppo.model.experts import ExpertMlp
 from sppo.model.gradients import DeferredGradients
 from sppo.model.layer import Layer
 from sppo.model.projection import Projection
+from sppo.model.residual import Residual
+from sppo.model.router import choose, router_logits
 from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
 from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.row_messages import RowBuckets, RowMessage
+from sppo.parallel.ulysses import UlyssesAllToAll
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -261,6 +268,70 @@ def window_keys_one_row_off() -> Iterator[None]:
 
 
 @contextmanager
+def window_off_by_one() -> Iterator[None]:
+    """A query of a sliding window sees one key more, in all passes alike."""
+    call = prefix_attention.PrefixAttention._call
+
+    def wider(self: Any, *arguments: Any) -> Any:
+        window = self.window and self.window + 1
+        return call(replace(self, window=window), *arguments)
+
+    with patch.object(prefix_attention.PrefixAttention, "_call", wider):
+        yield
+
+
+@contextmanager
+def sink_gradient_missing() -> Iterator[None]:
+    """Sinks take part in attention and get no gradient from it."""
+    gradient = layer.sink_gradient
+
+    def nothing(*arguments: Any) -> torch.Tensor:
+        return torch.zeros_like(gradient(*arguments))
+
+    with patch.object(layer, "sink_gradient", nothing):
+        yield
+
+
+@contextmanager
+def norm_offset_forgotten() -> Iterator[None]:
+    """The backward of a norm takes its weight for the factor, and not for an offset from one."""
+    backward = elementwise.norm_backward
+
+    def plain(*arguments: Any, offset: bool = False, **options: Any) -> Any:
+        return backward(*arguments, **options)
+
+    with patch.object(elementwise, "norm_backward", plain):
+        yield
+
+
+@contextmanager
+def one_rotation() -> Iterator[None]:
+    """Layers with a window rotate with the base of the others."""
+    table = rope.rotary_table
+
+    def of_full_layers(model: Any, layer_type: Any, *arguments: Any, **options: Any) -> Any:
+        scaled = model.rope_scaling is not None
+        full = layer_type._replace(rope_theta=model.rope_theta, rope_scaled=scaled)
+        return table(model, full, *arguments, **options)
+
+    with patch.object(rope, "rotary_table", of_full_layers):
+        yield
+
+
+@contextmanager
+def residual_scale_forgotten() -> Iterator[None]:
+    """The gradient of what a layer adds to the residual stream leaves the scale out."""
+    backward = Residual.term_backward
+
+    def unscaled(self: Residual, *arguments: Any) -> Any:
+        plain = self.model.model_copy(update={"residual_scale": 1.0})
+        return backward(replace(self, model=plain), *arguments)
+
+    with patch.object(Residual, "term_backward", unscaled):
+        yield
+
+
+@contextmanager
 def smoothing_forgotten() -> Iterator[None]:
     """The gradient of the loss leaves label smoothing out."""
     gradient = stage_providers.linear_cross_entropy_with_gradient
@@ -331,6 +402,39 @@ def frozen_weights_decayed() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def experts_chosen_again() -> Iterator[None]:
+    """Backward chooses experts again, of logits that are rounded to bf16."""
+    backward = ExpertMlp.backward
+
+    def rerouted(self: Any, dy: Any, n2: Any, inputs: Any, gradients: Any) -> Any:
+        logits_CX = router_logits(n2, self.weights).bfloat16().float()
+        inputs["chosen"] = choose(logits_CX, self.model.experts, self.terms.choice_bias_X)
+        return backward(self, dy, n2, inputs, gradients)
+
+    with patch.object(ExpertMlp, "backward", rerouted):
+        yield
+
+
+@contextmanager
+def loads_counted_twice() -> Iterator[None]:
+    """Recomputation counts the experts that tokens chose once more."""
+    complete = ExpertLoads.complete
+
+    def doubled(self: Any, unit: Any, layers: Any) -> None:
+        for loads_X in self._of_sequence.values():
+            loads_X.mul_(2)
+        complete(self, unit, layers)
+
+    with patch.object(ExpertLoads, "complete", doubled):
+        yield
+
+
+def loads_of_own_tokens() -> Any:
+    """The balance loss of a sequence takes the loads of this rank's shard of its tokens."""
+    return patch.object(UlyssesAllToAll, "add_up_", lambda self, x: None)
+
+
 def _sees_several_units(case: Case) -> bool:
     """Whether queries of layers with a window see keys of an earlier unit."""
     return (case.model.window or 0) > 1 and any(len(leg.cuts) > 2 for leg in case.legs)
@@ -360,6 +464,11 @@ def _reduces(case: Case, *, after_each_use: bool) -> bool:
     return any((leg.zero >= 2) == after_each_use and leg.dp * leg.sp > 1 for leg in case.legs)
 
 
+def _has(case: Case, key: str) -> bool:
+    """Whether the model has a property that is null or false in most models."""
+    return bool(getattr(case.model.config(), key))
+
+
 def _has_adapter(case: Case, *, scaled: bool = False) -> bool:
     adapter = case.trainable.adapter
     return adapter is not None and (adapter.scale != 1.0 or not scaled)
@@ -371,6 +480,11 @@ def _recomputes(case: Case) -> bool:
         leg.input_every > 1 or leg.kv_recomputed or (leg.policy == "rebuilt" and leg.ratio < 1)
         for leg in case.legs
     )
+
+
+def _shards_loads(case: Case) -> bool:
+    """Whether the tokens of a sequence whose experts are balanced are on several ranks."""
+    return case.router_losses[0] > 0 and any(leg.sp > 1 for leg in case.legs)
 
 
 def _shards_weights(case: Case) -> bool:
@@ -389,6 +503,9 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (reductions_reused, lambda case: _reduces(case, after_each_use=True)),
         (last_reduction_skipped, lambda case: _reduces(case, after_each_use=True)),
         (gathers_not_awaited, lambda case: any(leg.zero == 3 for leg in case.legs)),
+        (experts_chosen_again, lambda case: case.model.experts != "" and case.dtype == "fp32"),
+        (loads_counted_twice, lambda case: case.router_losses[0] > 0),
+        (loads_of_own_tokens, _shards_loads),
         (positions_from_subsequence, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
         (prefix_without_dk, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
         (documents_not_isolated, lambda case: case.documents > 1 or case.samples is not None),
@@ -404,6 +521,11 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
                 _sees_several_units(case) and any(leg.recomputes_windows for leg in case.legs)
             ),
         ),
+        (window_off_by_one, lambda case: _has(case, "sliding_window")),
+        (sink_gradient_missing, lambda case: _has(case, "attention_sinks")),
+        (norm_offset_forgotten, lambda case: _has(case, "norm_offset")),
+        (one_rotation, lambda case: _has(case, "sliding_rope_theta")),
+        (residual_scale_forgotten, lambda case: case.model.config().residual_scale != 1),
         (smoothing_forgotten, lambda case: case.label_smoothing > 0),
         (scale_forgotten, lambda case: _has_adapter(case, scaled=True)),
         (recomputed_without_adapters, lambda case: _has_adapter(case) and _recomputes(case)),

@@ -57,7 +57,13 @@ def _autograd_step(
 ) -> tuple[Tensor, State]:
     """The loss, and the gradients of what trains."""
     loss, gradients = autograd_step(
-        case.model.config(), weights, sequences, terms=case.terms, trainable=case.trainable
+        case.model.config(),
+        weights,
+        sequences,
+        terms=case.terms,
+        trainable=case.trainable,
+        routing=case.routing,
+        choice_biases=case.choice_biases,
     )
     return loss, {MODEL_PREFIX + name: gradient for name, gradient in gradients.items()}
 
@@ -85,7 +91,7 @@ def step_faults(
     found_losses = [rank.loss for rank in ranks]
     faults = list(_loss_faults(case, "loss", float(loss), found_losses, rounding=rounding))
     if case.legs[leg].evaluates:
-        base = merged(weights, case.trainable)
+        base = {**merged(weights, case.trainable), **case.choice_biases}
         for index, data in enumerate(sequences):
             faults += _label_faults(case, base, index, data, ranks)
     bounds = _bounds(case, weights, sequences, gradients)

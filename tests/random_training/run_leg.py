@@ -153,6 +153,8 @@ class _Rank:
             pipeline=pipeline,
             loss_terms=case.terms,
             trainable=case.trainable,
+            routing=case.routing,
+            choice_biases=case.choice_biases,
             debug=leg.debug,
         )
 
@@ -184,6 +186,7 @@ class _Rank:
             own,
             cuts,
             num_valid=sum(data.num_valid for data in everything),
+            num_tokens=sum(len(data.tokens_S) for data in everything),
             planned=planned,
         )
         self._engine.await_gradients()

@@ -61,6 +61,7 @@ def test_every_number_of_a_pinned_training(name):
         "norm_of_own_gradients",
         "prefix_without_dk",
         "reductions_reused",
+        "sink_gradient_missing",
         "whole_factors_not_summed",
     ),
 )

@@ -157,6 +157,14 @@ def number(values: Json, key: str) -> float:
     return found
 
 
+def positive(values: Json, key: str) -> float:
+    """Return the number under `key`; raise ValueError unless it is finite and above 0."""
+    found = number(values, key)
+    if found <= 0:
+        raise refusal(key, found, "a number above 0")
+    return found
+
+
 def flag(values: Json, key: str) -> bool:
     """Return the boolean under `key`, False if absent or null; raise ValueError for others."""
     value = values.get(key)

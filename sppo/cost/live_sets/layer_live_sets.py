@@ -42,11 +42,11 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     norm_inputs = s.query_bytes + s.key_bytes if s.model.qk_norm else 0
     queries = 0 if LINEAR in recomputed else norm_inputs or s.query_bytes
     outputs = 0 if ATTENTION in recomputed else s.query_bytes + s.lse_bytes
-    to_save = (queries + s.hidden_bytes + s.gates_bytes) * (LINEAR in s.retained)
+    to_save = (queries + s.hidden_bytes + s.gates_bytes + s.output_bytes) * (LINEAR in s.retained)
     to_save += outputs * (ATTENTION in s.retained)
     base = s.rotary_bytes + s.hidden_bytes * (X_IN not in s.retained) - to_save
     inputs = s.query_bytes + 2 * s.key_bytes
-    projected = s.hidden_bytes + inputs + s.adapter_bytes("v") + product_bytes(s)
+    projected = s.normed_bytes + inputs + s.adapter_bytes("v") + product_bytes(s)
     yield "projections", base + projected
     normed = s.query_bytes if s.model.qk_norm else 0
     turned = inputs + s.query_bytes + normed + tiles_bytes(s, 2, width=s.model.hidden_size)
@@ -54,7 +54,10 @@ def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Liv
     base_attention = base + inputs + (queries if s.model.qk_norm else 0) + s.window_kv_bytes
     for name, live in _attention(s).attention_forward(s):
         yield f"attention forward, {name}", base_attention + live
-    base += queries + outputs + s.hidden_bytes  # x_mid
+    if s.model.attention_sinks:
+        yield "attention sinks", base_attention + s.query_bytes + 3 * s.lse_bytes
+    # x_mid, and with norms of outputs the saved output of attention.
+    base += queries + outputs + s.hidden_bytes + s.output_bytes * (LINEAR not in recomputed)
     for name, live in _mlp(s).mlp_forward(s):
         yield name, base + live
 
@@ -65,8 +68,9 @@ def layer_backward(
     """Yield the live sets of a layer's backward."""
     own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
     interval = 1 if own_attention else min(input_every, layers)
-    below = s.hidden_bytes + (s.hidden_bytes + s.gates_bytes if own_linear else 0)
-    base = s.rotary_bytes + (interval - 1) * below + s.hidden_bytes  # n1
+    linear = s.hidden_bytes + s.gates_bytes + s.output_bytes
+    below = s.hidden_bytes + linear * own_linear
+    base = s.rotary_bytes + (interval - 1) * below + s.normed_bytes  # n1
     # Gradient from the layer above: the last layer's is saved, and another's takes the place of the
     # freed input of the layer above.
     if layers > interval and X_IN not in s.freed:
@@ -83,6 +87,10 @@ def layer_backward(
         base += s.window_kv_bytes
     base += queries + (s.query_bytes + s.lse_bytes if own_attention else 0)
     inputs = s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
+    # With norms of outputs: x_mid beside the output of attention, and the gradient of the MLP's
+    # output, whose own memory is free.
+    inputs += 2 * s.output_bytes
+    base -= s.output_bytes * (LINEAR in s.freed)
     for name, live in _mlp(s).mlp_backward(s):
         yield name, base + inputs + live
     freed = (s.gates_bytes + s.hidden_bytes) * (LINEAR in s.freed)

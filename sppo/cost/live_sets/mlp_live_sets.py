@@ -18,14 +18,14 @@ from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 def mlp_forward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live sets of the forward."""
     of_inputs = s.adapter_bytes("gate" if s.model.gated else "up") + product_bytes(s)
-    yield "MLP inputs", s.hidden_bytes + s.gates_bytes + of_inputs
+    yield "MLP inputs", s.normed_bytes + s.gates_bytes + of_inputs
     of_output = s.hidden_bytes + s.adapter_bytes("down") + product_bytes(s)
     yield "MLP output", s.gates_bytes + s.mlp_bytes + of_output
 
 
 def mlp_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live sets of the backward."""
-    inner = s.hidden_bytes + s.mlp_bytes  # n2, dhidden
+    inner = s.normed_bytes + s.mlp_bytes  # n2, dhidden
     tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element_bytes // ACCUMULATION_BYTES
     down, up, gate = map(s.adapter_bytes, ("down", "up", "gate"))
     yield "activation backward", inner + tiles + down

@@ -22,6 +22,13 @@ from sppo.cost.live_sets.cpu_scratch import mlp_gradient_bytes, product_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.trainable import LORA_A, LORA_B
 
+_MLP = {
+    "MLP backward": ("down", "up", "gate"),
+    "expert backward": ("expert_down", "expert_up", "expert_gate"),
+    "shared backward": ("shared_down", "shared_up", "shared_gate"),
+    "router backward": ("shared_switch", "router"),
+}
+"""Projections whose weight gradients are computed at a point of the MLP's backward, in order."""
 BORROWED_LAYERS = 2
 """Layers whose weights a borrower holds at once: one in use, and the next one being received."""
 MOST_GRADIENTS_SENT = 2
@@ -102,42 +109,43 @@ def shard_backward(
     key_gradients = copies * 2 * s.pooled(shard.num_keys(s) * row_bytes) - s.window_gradient_bytes
     for name, live in live_sets:
         more = 0
-        if name == "MLP backward":
-            more = _mlp_gradients(s, is_owner=not shard.borrowed_layers)
+        if name in _MLP:
+            more = _mlp_gradients(s, name, is_owner=not shard.borrowed_layers)
         elif name.startswith("attention backward"):
-            more = key_gradients + sum(_gradients(s)[1][-MOST_GRADIENTS_SENT:])
+            more = key_gradients + sum(_before_attention(s)[-MOST_GRADIENTS_SENT:])
         yield name, live + beside + more
 
 
-def _mlp_gradients(s: TensorSizes, *, is_owner: bool) -> int:
-    """Return the most bytes of gradients of the MLP's parameters, less scratch that is free then.
+def _mlp_gradients(s: TensorSizes, point: str, *, is_owner: bool) -> int:
+    """Return the most bytes of gradients at a point of the MLP's backward, less free scratch.
 
     The owner makes room for a sum when it has computed its own part, and needs no scratch then.
     """
-    mlp, _ = _gradients(s)
+    points = [*_MLP]
+    before = [name for one in points[: points.index(point)] for name in _MLP[one]]
+    begin, mlp = len(_sums(s, *before)), _sums(s, *before, *_MLP[point])
     scratch = mlp_gradient_bytes(s)
     found = []
-    for index, own in enumerate(mlp):
+    for index, own in [*enumerate(mlp)][begin:]:
         sent = sum(mlp[max(0, index - MOST_GRADIENTS_SENT) : index])
         found.append(sent + (max(own, scratch) - scratch if is_owner else own))
     return max(found, default=0)
 
 
-def _gradients(s: TensorSizes) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the bytes of gradients sent before the MLP's input gradient, and before attention's.
+def _before_attention(s: TensorSizes) -> Sequence[int]:
+    """Return the bytes of the gradients of parameters sent before attention's backward."""
+    mlp = (name for names in _MLP.values() for name in names)
+    return (*_sums(s, *mlp), *_sums(s, "mlp_norm")[::-1], *_sums(s, "o"))
 
-    There are none of frozen parameters.
 
-    Both are in the order in which backward computes them.
+def _sums(s: TensorSizes, *layers: str) -> tuple[int, ...]:
+    """Return the bytes of the gradients of the parameters of projections and norms that train.
+
+    They are in the order in which backward computes them.
     """
     shapes = dict(s.kind.trained_shapes)
-
-    def of(*layers: str) -> tuple[int, ...]:
-        parts = ("weight", "bias", LORA_B, LORA_A)
-        names = [f"{layer}.{part}" for layer in layers for part in parts]
-        return tuple(
-            s.pooled(prod(shapes[name]) * ACCUMULATION_BYTES) for name in names if name in shapes
-        )
-
-    mlp = of("down", "up", "gate")
-    return mlp, (*mlp, *of("mlp_norm")[::-1], *of("o"))
+    parts = ("weight", "bias", LORA_B, LORA_A)
+    names = [f"{layer}.{part}" for layer in layers for part in parts]
+    return tuple(
+        s.pooled(prod(shapes[name]) * ACCUMULATION_BYTES) for name in names if name in shapes
+    )

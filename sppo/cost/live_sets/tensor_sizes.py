@@ -6,10 +6,13 @@ MLP width, e element bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+
 from sppo.activations.tensor_classes import mlp_widths
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.layer_kinds import LayerKind, layer_kinds
+from sppo.cost.layer_kinds import LayerKind, layer_kinds, num_rotations
 from sppo.cost.trainable import LORA_A
 
 LiveSet = tuple[str, int]
@@ -72,6 +75,11 @@ class TensorSizes:
         compute, accumulation = tokens * element_bytes, tokens * ACCUMULATION_BYTES
         self.hidden_bytes = self.pooled(compute * model.hidden_size)
         """Bytes of a hidden state: x_in, n1, x_mid, n2, y, or a gradient of one of them."""
+        self.normed_bytes = self.hidden_bytes * _has_normed_inputs(workload)
+        """Bytes of n1, or n2; 0 if projections read the residual stream itself."""
+        self.output_bytes = self.hidden_bytes * (model.norm_placement != "pre")
+        """Bytes of the output of attention, or of the MLP, beside the stream that its norm is
+        added to; 0 without a norm of outputs, as the sum takes the place of the output."""
         self.query_bytes = self.pooled(compute * model.num_heads * model.head_dim)
         """Bytes of q, o, or a gradient of one of them."""
         self.fp32_query_bytes = self.pooled(accumulation * model.num_heads * model.head_dim)
@@ -84,18 +92,6 @@ class TensorSizes:
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
         self.kind = kind or layer_kinds(model, workload.trainable)[-1]
         """Type of the layer, its adapters, and what trains in it."""
-        widths = mlp_widths(model, self.kind.type)
-        self.mlp_bytes = self.pooled(compute * widths["up"])
-        """Bytes of gate, up, the activation's output, or a gradient of one of them; with experts,
-        of those of all experts of each token."""
-        self.shared_bytes = self.pooled(compute * widths.get("shared_up", 0))
-        """Bytes of the same tensors of the MLP that all tokens share beside experts."""
-        self.gates_bytes = sum(self.pooled(compute * width) for width in widths.values())
-        """Bytes of the inputs of all activations of the MLP: gates and ups, or up alone."""
-        has_table = model.position == "rotary"
-        self.rotary_bytes = 2 * self.pooled(accumulation * model.head_dim // 2) * has_table
-        """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
-
         self._recomputes_windows = recomputes_windows
         self._ranks = {
             name.removesuffix(f".{LORA_A}"): rank
@@ -106,6 +102,37 @@ class TensorSizes:
     def is_half(self) -> bool:
         """True if the compute dtype is smaller than the accumulation dtype."""
         return self.element_bytes < ACCUMULATION_BYTES
+
+    @cached_property
+    def _mlp_widths(self) -> Mapping[str, int]:
+        """Widths of the inputs of activations in the MLP of the layer, by name."""
+        return mlp_widths(self.model, self.kind.type)
+
+    @property
+    def mlp_bytes(self) -> int:
+        """Bytes of gate, up, the activation's output, or a gradient of one of them.
+
+        With experts, of those of all experts of each token.
+        """
+        return self.pooled(self.tokens * self.element_bytes * self._mlp_widths["up"])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the same tensors of the MLP that all tokens share beside experts."""
+        width = self._mlp_widths.get("shared_up", 0)
+        return self.pooled(self.tokens * self.element_bytes * width)
+
+    @property
+    def gates_bytes(self) -> int:
+        """Bytes of the inputs of all activations of the MLP: gates and ups, or up alone."""
+        compute = self.tokens * self.element_bytes
+        return sum(self.pooled(compute * width) for width in self._mlp_widths.values())
+
+    @property
+    def rotary_bytes(self) -> int:
+        """Bytes of the rotary cosines and sines of the subsequence, for each rotation of layers."""
+        table = 2 * self.pooled(self.tokens * ACCUMULATION_BYTES * self.model.rotary_size // 2)
+        return table * num_rotations(self.model, self.workload.trainable)
 
     @property
     def window_kv_bytes(self) -> int:
@@ -144,3 +171,11 @@ class TensorSizes:
     def lse_bytes_of(self, rows: int) -> int:
         """Return the bytes of the lse of some rows in attention."""
         return self.pooled(rows * self.heads * ACCUMULATION_BYTES)
+
+
+def _has_normed_inputs(workload: Workload) -> bool:
+    """Return whether the inputs of projections have memory beside that of the residual stream.
+
+    They are norms of it, or with sharded weights (Megatron) its tokens gathered.
+    """
+    return workload.model.norm_placement != "post" or workload.sequence_parallel == "megatron"

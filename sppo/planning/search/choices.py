@@ -105,8 +105,9 @@ def uses_msp(run: RunConfig) -> bool:
 def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
     """Return the reason why training cannot shard units over pipeline ranks (MSP); None if it can.
 
-    Every rank of a stage must hold all weights of the stage, to send them. Schedule sppo_msp is
-    allowed on one pipeline rank, where it cuts no unit; ``multiplexed: on`` is not.
+    Every rank of a stage must hold all weights of the stage, to send them, and for a balance loss
+    the loads of its experts in whole sequences. Schedule sppo_msp is allowed on one pipeline rank,
+    where it cuts no unit; ``multiplexed: on`` is not.
     """
     parallel, (asked, other) = run.parallel, _msp_key(run)
     if run.data.samples == "documents":
@@ -122,12 +123,24 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
             f"{asked} shards units over pipeline ranks, and there is one: raise "
             "parallel.pipeline_parallel_degree, or leave it out"
         )
+    if run.routing.balance_loss:
+        return (
+            f"{asked} runs parts of a sequence on other pipeline ranks, and routing.balance_loss "
+            f"needs the loads of all of it: write {other}, or routing.balance_loss=0 (with "
+            "routing.bias_update to balance without a loss)"
+        )
     shards_weights = parallel.sequence_parallel == "megatron" and degrees.sequence_parallel > 1
     if shards_weights or parallel.zero == 3:
         return (
             f"{asked} lends whole weights to other pipeline ranks, and with "
             "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
             f"ulysses and parallel.zero=2, or {other}"
+        )
+    if run.routing.balance_loss:
+        return (
+            f"{asked} spreads the tokens of a unit over pipeline ranks, and "
+            f"routing.balance_loss={run.routing.balance_loss:g} needs the loads of whole sequences "
+            f"on each: write {other}, or balance the load by routing.bias_update"
         )
     return None
 

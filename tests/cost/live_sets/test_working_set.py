@@ -52,6 +52,8 @@ SHAPES = {
         "mlp": "gelu_tanh", "norm": "layernorm", "position": "learned", "max_positions": 8192,
         "qkv_bias": True, "output_bias": True, "mlp_bias": True,
     },
+    "norms of outputs": {"vocab_size": 512, **LLAMA, "mlp_size": 768, "norm_placement": "post"},
+    "norms of both": {"vocab_size": 512, **LLAMA, "mlp_size": 768, "norm_placement": "both"},
     "large vocabulary": {
         "vocab_size": 16384, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 256,
     },

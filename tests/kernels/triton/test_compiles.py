@@ -19,6 +19,7 @@ KERNELS = {
     "activation_backward_kernel",
     "merge_kernel",
     "cross_entropy_kernel",
+    "sink_gradient_kernel",
     "grouped_product_kernel",
 }
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}

@@ -1,8 +1,12 @@
 """Memory of the ranks of whole runs on a CPU, against the plan's."""
 
+from unittest.mock import patch
+
 import pytest
+import torch
 
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+from sppo.model import experts
 from sppo.training.records.outcome import predicted_and_measured
 from tests.conftest import write_run, write_tokens
 from tests.tiers import each_once, exhaustive
@@ -15,9 +19,9 @@ MODEL = {
 }  # fmt: skip
 
 
-def working_bytes(rank, directory):
+def working_bytes(rank, directory, arguments=()):
     """Predicted and measured bytes of one rank's working set and messages, in the rank pool."""
-    checked, outcome = train_rank(rank, directory)
+    checked, outcome = train_rank(rank, directory, arguments)
     plan = checked.plan
     device = plan.rank_memory[rank].device
     saved = device.activations_bytes + device.loss_gradient_bytes
@@ -55,6 +59,53 @@ def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, se
         assert (schedule == "sppo_msp") == (multiplexed == "on")
         assert saved == pytest.approx(activations, rel=1e-4)
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+EXPERTS = {
+    "count": 8, "per_token": 3, "mlp_size": 256, "shared_mlp_size": 128,
+}  # fmt: skip
+
+
+def working_bytes_on_few_experts(rank, directory):
+    """:func:`working_bytes` of a run in which all tokens choose the same experts."""
+
+    def first(logits_CX, experts, choice_bias_X):
+        return torch.arange(experts.per_token, dtype=torch.int16).repeat(len(logits_CX), 1)
+
+    with patch.object(experts, "choose", first):
+        return working_bytes(rank, directory, ["train.output=few"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "multiplexed"),
+    [
+        ("keep_attention", "on"),
+        pytest.param("retain", "off", marks=pytest.mark.exhaustive),
+        pytest.param("recompute", "off", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_experts_take_what_is_planned_whatever_tokens_choose(ranks, tmp_path, policy, multiplexed):
+    if install_cpu_allocator() is None:
+        pytest.skip("torch's CPU tensors live in the C heap here")
+    write_tokens(tmp_path / "tokens", num_tokens=20000)
+    write_run(
+        tmp_path / "run.yaml",
+        model={**MODEL, "experts": EXPERTS},
+        sequence={"length": 2048, "num_subsequences": 4},
+        parallel={"pipeline_parallel_degree": 2, "multiplexed": multiplexed},
+        activations={"policy": policy},
+        train={"steps": 2, "dtype": "fp32", "sequences_per_step": 1, "output": "out"},
+    )
+    random, same = (
+        ranks.run(way, tmp_path, ranks=2) for way in (working_bytes, working_bytes_on_few_experts)
+    )
+    for (_, (predicted, measured), (saved, activations)), (_, few, saved_of_few) in zip(
+        random, same, strict=True
+    ):
+        assert saved == pytest.approx(activations, rel=1e-4)
+        assert saved_of_few == (saved, activations)
+        assert predicted == pytest.approx(measured, rel=0.05)
+        assert few == pytest.approx((predicted, measured), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from sppo.config.huggingface.families.refused import DENSE_REFUSED
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.huggingface.layer_patterns import Windows, never
 from sppo.config.huggingface.rope import Rope
-from sppo.config.huggingface.settings import Json, Key, flag, number, score_scale
+from sppo.config.huggingface.settings import Json, Key, flag, number, positive, score_scale
 from sppo.config.huggingface.tensor_names import ROTARY_MODULES, TensorNames
 
 
 def _inverse(config: Json, key: str) -> float:
     """Return the factor of logits; the key holds their divisor."""
-    return 1 / number(config, key)
+    return 1 / positive(config, key)
 
 
 GRANITE = HfFamily(
