@@ -22,6 +22,7 @@ from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import token_losses
 from sppo.kernels.linear import accumulate_bias_gradient
 from sppo.kernels.rotary import RotaryTable, rotate
+from sppo.kernels.sinks import apply_sinks_, sink_gradient
 from sppo.optim.fused_adamw import FusedAdamW
 from sppo.optim.gradient_norm import global_norm
 
@@ -77,6 +78,25 @@ def _rotary(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     angles = x.shape[0], 1, x.shape[2] // 2
     table = RotaryTable(*(operands.take(*angles, dtype=torch.float32) for _ in range(2)))
     return lambda: rotate(x, table)
+
+
+def _sinks(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    o = operands.zeros(*_heads(operands.device, elements), dtype=dtype)
+    lse, sinks = _sums(operands, o)
+    return lambda: apply_sinks_(o, lse, sinks)
+
+
+def _sink_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    do, o = (operands.take(*_heads(operands.device, elements), dtype=dtype) for _ in range(2))
+    lse, sinks = _sums(operands, o)
+    return lambda: sink_gradient(do, o, lse, sinks)
+
+
+def _sums(operands: Operands, o_CND: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps and sinks for the output of attention."""
+    tokens, heads = o_CND.shape[:2]
+    lse = operands.take(heads, tokens, dtype=torch.float32)
+    return lse, operands.take(heads, dtype=o_CND.dtype)
 
 
 def _activation(kind: Activation) -> Maker:
@@ -163,6 +183,8 @@ MAKERS: Mapping[str, Maker] = {
     "rotary": _rotary,
     "add": _kernel(Tensor.add_, tensors=2),
     "scale": _kernel(lambda x: x.mul_(1.0), tensors=1),
+    "sinks": _sinks,
+    "sink_gradient": _sink_gradient,
     "copy": _kernel(Tensor.copy_, tensors=2),
     "narrow": _narrow,
     "save": _save,

@@ -38,6 +38,8 @@ PASSES: Mapping[str, tuple[float, float]] = {
     "rotary": (2, 0),
     "add": (3, 0),
     "scale": (2, 0),
+    "sinks": (2, 0),
+    "sink_gradient": (2, 0),
     "copy": (2, 0),
     "narrow": (1, 1),
     "save": (2, 0),
@@ -89,8 +91,8 @@ def layer_work(
 
     Returns:
         Kernels of "forward"; of "backward", which recomputes only norms and activations; of
-        "linear_recompute", the recomputation of the linear class; and of "kv", the recomputation of
-        K and V from the layer's input; without matrix products.
+        "linear_recompute" and "attention_recompute", the recomputation of both classes; and of
+        "kv", the recomputation of K and V from the layer's input; without matrix products.
     """
     e = model.hidden_size
     query, key = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
@@ -102,6 +104,7 @@ def layer_work(
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     # Queries are saved before their norm, so backward recomputes its output.
     saved_plain = queries if model.qk_norm else []
+    sinks: list[Work] = [("sinks", query)] * model.attention_sinks
     stream, mlp = _stream_work(model), mlp_work(model, layer_type, trained=trained)
     kv = [*stream["input"], *keys, *[("copy", key)] * 2]
     backward = [*stream["backward"], *mlp["backward"], *saved_plain]
@@ -109,6 +112,8 @@ def layer_work(
         backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
     if element_bytes < _ACCUMULATION_BYTES:
         backward += [("narrow", key)] * 2
+    if "sinks.weight" in trained:
+        backward.append(("sink_gradient", query))
     widths = {"q": query, "k": key, "v": key, "o": e}
     backward += [
         ("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained
@@ -118,9 +123,10 @@ def layer_work(
     if model.norm_placement != "pre":  # of the output of the MLP
         recompute += mlp["forward"]
     return {
-        "forward": [*kv, *queries, *stream["forward"], *mlp["forward"]],
+        "forward": [*kv, *queries, *sinks, *stream["forward"], *mlp["forward"]],
         "backward": backward,
         "linear_recompute": recompute,
+        "attention_recompute": sinks,
         "kv": kv,
     }
 

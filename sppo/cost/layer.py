@@ -28,11 +28,11 @@ import numpy as np
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import LayerType, ModelConfig
 from sppo.cost.elementwise import bytes_per_element, layer_work, saving_work
+from sppo.cost.expert_products import expert_kernels, expert_seconds, multiplies_at_once
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
 from sppo.cost.mlp_work import Work
 from sppo.cost.packed_sequence import SampleParts
-from sppo.cost.parameters import Shape
 from sppo.cost.tiles import tile_tokens
 from sppo.cost.trainable import (
     EVERYTHING,
@@ -44,7 +44,7 @@ from sppo.cost.trainable import (
     trains_head,
 )
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.rates import BLOCK_TOKENS, Floats, Product
+from sppo.hardware.rates import Floats, Product
 from sppo.schedule.costs import Table
 
 Mechanism = Literal["ulysses", "megatron"]
@@ -192,7 +192,6 @@ def layer_parts(
     here = tokens / workload.sequence_parallel_degree
     matrices, trained = kind.matrices, kind.trained_matrices
     recomputed = kind.projections(*recomputed_linear_names(model))
-    again = kind.recomputed_factors
     attention, attention_backward = map(
         parts.by_subsequence, _attention_seconds(workload, parts, window=kind.window)
     )
@@ -204,10 +203,12 @@ def layer_parts(
     }
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
-    adapters = len(again)  # each multiplies by both factors, and scales what is between them
-    forward_kernels = _FORWARD_KERNELS + 3 * adapters
+    # Each adapter multiplies by both factors, and scales what is between them.
+    adapters = len(kind.recomputed_factors)
+    of_experts = expert_kernels(device, model.experts, kind, dtype=workload.dtype)
+    forward_kernels = _FORWARD_KERNELS + 3 * adapters + of_experts[0]
     frozen = len(matrices) - len(trained)
-    backward_kernels = _BACKWARD_KERNELS - frozen + (4 + 1 + 2) * adapters
+    backward_kernels = _BACKWARD_KERNELS - frozen + (4 + 1 + 2) * adapters + of_experts[1]
     passes: dict[str, dict[str, Table]] = {
         "forward": {
             "products": _products(workload, matrices, tokens=here, product="forward"),
@@ -218,7 +219,7 @@ def layer_parts(
         },
         "backward": {
             "products": _products(workload, matrices, tokens=here, product="input")
-            + _products(workload, again, tokens=here, product="forward"),
+            + _products(workload, kind.repeated, tokens=here, product="forward"),
             "attention": attention_backward,
             "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],
@@ -235,7 +236,7 @@ def layer_parts(
         },
         "attention_recompute": {
             "attention": attention,
-            "elementwise": -saving[ATTENTION],
+            "elementwise": elementwise["attention_recompute"] - saving[ATTENTION],
             "exchange": exchange * times["attention_recompute"],
         },
     }
@@ -396,8 +397,16 @@ def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: 
     seconds = np.zeros_like(tokens)
     for (factor, copies, shape), count in priced.items():
         if is_stacked(shape):
-            own = _expert_products(workload, shape, tokens=tokens, product=product)
-            seconds += count * own
+            assert workload.model.experts is not None, "a layer has stacked weights"
+            seconds += count * expert_seconds(
+                device,
+                workload.model.experts,
+                shape,
+                dtype=dtype,
+                element_bytes=workload.element_bytes,
+                tokens=tokens,
+                product=product,
+            )
             continue
         rows = tokens * copies
         rate = device.gemm_flops_per_s(dtype, tokens=rows, width=sqrt(prod(shape)), product=product)
@@ -410,38 +419,6 @@ def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: 
     return seconds
 
 
-def _expert_products(
-    workload: Workload, stacked: Shape, *, tokens: Floats, product: Product
-) -> Floats:
-    """Return the seconds of the products of all experts of a layer, [subsequences].
-
-    Each expert is priced with the same number of rows, C k / X. One kernel multiplies the rows of
-    all experts, so these fill a GPU together, but the last tile of each expert is half empty on
-    average. Where experts are multiplied one after another, each is a product of its own.
-
-    Args:
-        workload: Model, machine, precision.
-        stacked: Shape of the stacked weights, [X, outputs, inputs].
-        tokens: Tokens of each subsequence on one device.
-        product: Products to price.
-    """
-    device, experts = workload.hardware.device, workload.model.experts
-    assert experts is not None, "a layer has stacked weights"
-    rows, width = tokens * experts.per_token / experts.count, sqrt(prod(stacked[1:]))
-    together = rows * experts.count if _multiplies_experts_at_once(workload) else rows
-    rate = device.gemm_flops_per_s(workload.dtype, tokens=together, width=width, product=product)
-    if _multiplies_experts_at_once(workload):
-        rate = rate * rows / (rows + BLOCK_TOKENS / 2)
-    seconds: Floats = 2 * prod(stacked) * rows / rate
-    read = 0 if product == "weight" else prod(stacked) * workload.element_bytes
-    return np.maximum(seconds, read / device.memory_bytes_per_s)
-
-
-def _multiplies_experts_at_once(workload: Workload) -> bool:
-    """Return whether one kernel multiplies all experts, as in :mod:`sppo.kernels.grouped`."""
-    return workload.hardware.device.kind == "cuda" and workload.dtype == "bf16"
-
-
 def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:
     """Return the seconds per subsequence of adding weight gradients to their fp32 sums.
 
@@ -450,7 +427,7 @@ def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:
     """
     device = workload.hardware.device
     if device.measured_gemm(workload.dtype):
-        at_once = _multiplies_experts_at_once(workload)
+        at_once = multiplies_at_once(device, workload.dtype)
         matrices = tuple(own for own in matrices if at_once and is_stacked(own[1]))
     return elements(matrices) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -51,15 +52,18 @@ class HfWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         places = self._places[name]
-        (first, tensor, part), *others = places
-        values = part_values(read_stored(first), tensor, part)
-        if part.expert is None:
-            return values.clone(memory_format=torch.contiguous_format)
-        experts = values.new_empty((len(places), *values.shape))
-        experts[part.expert] = values
-        for stored, tensor, part in others:
-            experts[part.expert] = part_values(read_stored(stored), tensor, part)
-        return experts
+        result: Tensor | None = None
+        for path, in_file in groupby(places, key=lambda place: place[0].path):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for stored, tensor, part in in_file:
+                    values = part_values(file.get_tensor(stored.key), tensor, part)
+                    if part.expert is None:
+                        return values.clone(memory_format=torch.contiguous_format)
+                    if result is None:
+                        result = values.new_empty((len(places), *values.shape))
+                    result[part.expert] = values
+        assert result is not None, "every parameter has a place"
+        return result
 
     def __contains__(self, name: object) -> bool:
         return name in self._places

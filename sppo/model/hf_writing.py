@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,13 @@ def write_tensors(
     path: Path, tensors: Sequence[HfTensor], weights: Mapping[str, Tensor], *, dtype: str
 ) -> None:
     """Write a safetensors file; ``weights`` has the parts of the tensors by SPPO's names."""
-    contents = {t.full_name: assemble(t, weights).to(_stored_type(t, dtype)) for t in tensors}
+    contents: dict[str, Tensor] = {}
+    # The tensors of all experts are made of one parameter, which is looked up once.
+    for _, group in groupby(tensors, key=lambda tensor: tensor.parts[0].name):
+        made = list(group)
+        parts = {name: weights[name] for name in {p.name: p for t in made for p in t.parts}}
+        for tensor in made:
+            contents[tensor.full_name] = assemble(tensor, parts).to(_stored_type(tensor, dtype))
     # Created here because safetensors would create a file that only its owner can read.
     path.touch()
     mode = path.stat().st_mode

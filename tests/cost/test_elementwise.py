@@ -23,7 +23,7 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.kernels import elementwise
-from sppo.model import gradients, heads
+from sppo.model import gradients, heads, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.retained import RetainedTensors
@@ -53,6 +53,8 @@ MODELS = {
     "gpt, rotary, exact gelu": {**GPT, "position": "rotary", "mlp": "gelu"},
     "qwen2": {"qkv_bias": True},
     "norms of outputs": {"norm_placement": "post", "residual_scale": 0.5},
+    "sinks": {"attention_sinks": True, "mlp": "swiglu_clamped", "mlp_bias": True},
+    "one norm of all heads": {"qk_norm": "all", "mlp": "relu2", "rotary_fraction": 0.5},
     "norms of both": {"norm_placement": "both", "norm": "layernorm", "mlp_bias": True},
 }
 CUTS = (0, 12, 20)
@@ -100,6 +102,8 @@ def counted(monkeypatch):
     )
     watch(heads, "rotate", lambda x, table: ("rotary", x.numel()))
     watch(heads, "rotate_backward", lambda x, table: ("rotary", x.numel()))
+    watch(layer, "apply_sinks_", lambda o, lse, sinks: ("sinks", o.numel()))
+    watch(layer, "sink_gradient", lambda do, o, lse, sinks: ("sink_gradient", o.numel()))
     watch(gradients, "accumulate_bias_gradient", lambda total, dy: ("bias_gradient", dy.numel()))
     watch(
         StoredKV,

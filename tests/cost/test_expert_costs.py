@@ -6,6 +6,7 @@ import pytest
 from sppo.config import PRESETS as MODELS
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.expert_products import expert_kernels
 from sppo.cost.layer import Workload, layer_parts
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import parts_of_sequence
@@ -56,6 +57,16 @@ def dense_products(tokens):
     workload = Workload(model, H100)
     found = layer_parts(workload, parts_of_sequence((tokens,)), kind=kind._replace(shapes=outside))
     return found["backward"]["products"][0]
+
+
+def test_a_cpu_multiplies_experts_one_after_another():
+    (kind,) = kinds_of_model(MODEL, EVERYTHING)
+    launches = [
+        expert_kernels(PRESETS[name].device, MODEL.experts, kind, dtype=dtype)
+        for name, dtype in (("h100", "bf16"), ("h100", "fp32"), ("laptop-cpu", "bf16"))
+    ]
+    forward, backward = launches[0]
+    assert launches[1:] == [(forward + 127 * 3, backward + 127 * 6)] * 2
 
 
 def test_gradients_of_all_experts_are_summed_for_every_subsequence():

@@ -40,14 +40,6 @@ TWO_LAYERS = {
         "num_kv_heads": 4, "head_size": 128, "mlp_size": 3072, "qk_norm": "head",
         "experts": {"count": 16, "per_token": 4, "mlp_size": 512, "normalize": True},
     },
-    "experts beside a shared MLP": {
-        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
-        "num_kv_heads": 4, "mlp_size": 3072,
-        "experts": {
-            "count": 16, "per_token": 4, "mlp_size": 512, "shared_mlp_size": 512,
-            "score": "sigmoid", "choice_bias": True,
-        },
-    },
     "large vocabulary": {
         "vocab_size": 128256, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "mlp_size": 1024,
     },
@@ -91,11 +83,47 @@ def test_one_rank_holds_what_is_planned(model, policy, preset):
     assert_as_planned(trace_step(run, plan_for_gpu(run)), between)
 
 
+@pytest.mark.parametrize("policy", ["recompute", *exhaustive("retain")])
+def test_a_shared_mlp_and_a_first_dense_layer_take_what_is_planned(policy):
+    experts = {
+        **TWO_LAYERS["experts"]["experts"], "score": "sigmoid", "choice_bias": True,
+        "shared_mlp_size": 512, "dense_layers": 1,
+    }  # fmt: skip
+    run = run_of({**TWO_LAYERS["experts"], "experts": experts}, policy)
+    assert_as_planned(trace_step(run, plan_for_gpu(run)))
+
+
 def test_fp32_holds_what_is_planned():
     run = run_of("llama", "retain", train={"dtype": "fp32"}, length=3001)
     step = trace_step(run, plan_for_gpu(run))
     assert step.backend == "torch_blocks"
     assert_as_planned(step)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kv", "pattern"),
+    [
+        ("keep_attention", "recompute", ["sliding"]),
+        pytest.param("retain", "retain", ["sliding", "full"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_layers_with_windows_hold_what_is_planned(policy, kv, pattern):
+    """The layer that holds most is last, so that all saved tensors are there, too."""
+    windows = {"num_layers": 4, "sliding_window": 1024, "layer_types": pattern}
+    run = run_config(
+        {**TWO_LAYERS["qwen3"], **windows},
+        length=16001,
+        sequence={"num_subsequences": 4},
+        hardware={"preset": "h100", "devices_per_node": 1},
+        parallel={"virtual_stages": 1},
+        activations={"policy": policy, "kv": kv},
+    )
+    plan = plan_for_gpu(run)
+    assert plan.windowed_kv == ("recomputed" if kv == "recompute" else "retained")
+    step = trace_step(run, plan)
+    assert_as_planned(step)
+    planned_bytes, held = step.buckets["K/V and gradients"]
+    assert planned_bytes == held
 
 
 @pytest.mark.exhaustive

@@ -65,8 +65,10 @@ _TINY = {
     "phi3": {**_SIX, "hidden_size": 48, "partial_rotary_factor": 0.75, "sliding_window": 9},
     "granite": {
         **{**_SIX, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
-        **{"residual_multiplier": 0.7, "logits_scaling": 3.0},
+        **{"residual_multiplier": 0.7, "logits_scaling": 0.3},
     },
+    "arcee": {**_SIX, "head_dim": 10, "mlp_bias": True},
+    "exaone4": {**_SIX, "sliding_window": 7, "sliding_window_pattern": 3},
     "olmo2": {**_SIX, "attention_bias": True},
     "olmo3": {**_SIX, "sliding_window": 7, "rope_parameters": {"full_attention": YARN}},
     "gemma3_text": {

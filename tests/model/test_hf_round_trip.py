@@ -93,3 +93,28 @@ def test_a_language_model_is_taken_out_of_one_that_sees(original, tmp_path):
     save_hf_weights(tmp_path / "ours", weights, model, dtype="fp32")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
     assert all(torch.equal(again[name], value) for name, value in text.state_dict().items())
+
+
+LAYOUTS = [
+    ("phi3", "k.weight", "self_attn.qkv_proj.weight", lambda w: w[48:64]),
+    ("phi3", "up.weight", "mlp.gate_up_proj.weight", lambda w: w[44:]),
+    # A head of eight turns its first four dimensions, in pairs (0, 1) and (2, 3).
+    ("glm4", "q.bias", "self_attn.q_proj.bias", lambda b: heads(b)[:, [0, 2, 1, 3, 4, 5, 6, 7]]),
+    ("mixtral", "expert_up.weight", "mlp.experts.gate_up_proj", lambda w: w[:, 44:]),
+    ("gpt_oss", "expert_up.weight", "mlp.experts.gate_up_proj", lambda w: w[:, :, 1::2].mT),
+    ("gpt_oss", "expert_gate.bias", "mlp.experts.gate_up_proj_bias", lambda b: b[:, ::2]),
+    ("gpt_oss", "expert_down.weight", "mlp.experts.down_proj", lambda w: w.mT),
+]
+
+
+def heads(values):
+    return values.reshape(-1, 8)
+
+
+@pytest.mark.parametrize(("family", "ours", "stored", "part"), LAYOUTS)
+def test_where_parameters_lie(family, ours, stored, part, tmp_path):
+    theirs, model = tiny_hf_model(family)
+    theirs.save_pretrained(tmp_path)
+    expected = part(theirs.state_dict()[f"model.layers.1.{stored}"])
+    found = open_hf_weights(tmp_path, model)[f"layers.1.{ours}"]
+    assert torch.equal(found.reshape(expected.shape), expected)

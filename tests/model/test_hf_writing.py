@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from sppo.config import PRESETS, ModelConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.model import hf_writing
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.hf_writing import plan_shards, save_hf_weights
 from sppo.model.initialize import initial_weights
+from tests.model.hf_models import tiny_hf_model
 
 MODEL = ModelConfig.model_validate(PRESETS["tiny-test"])
 
@@ -142,6 +144,18 @@ def test_weights_of_another_model(tmp_path, weights):
     with pytest.raises(ValueError, match=r"model.norm.weight \[3\], needs \[32\]"):
         save_hf_weights(tmp_path / "m", misshapen, MODEL, dtype="fp32")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_parameter_of_all_experts_is_looked_up_once(tmp_path):
+    class Counted(dict):
+        def __getitem__(self, name):
+            seen.append(name)
+            return super().__getitem__(name)
+
+    seen = []
+    _, model = tiny_hf_model("mixtral")
+    save_hf_weights(tmp_path / "m", Counted(initial_weights(model, seed=0)), model, dtype="fp32")
+    assert seen == list(parameter_shapes(model))
 
 
 def test_a_model_without_a_family(tmp_path, weights):

@@ -17,19 +17,23 @@ import torch
 from sppo.cost.trainable import is_factor
 from sppo.engine import engine, stage_providers
 from sppo.engine.attention import kv_store, partial_kv, prefix_attention
+from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.kernels import elementwise
 from sppo.model import layer, rope
+from sppo.model.experts import ExpertMlp
 from sppo.model.gradients import DeferredGradients
 from sppo.model.layer import Layer
 from sppo.model.projection import Projection
 from sppo.model.residual import Residual
+from sppo.model.router import choose, router_logits
 from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
 from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.row_messages import RowBuckets, RowMessage
+from sppo.parallel.ulysses import UlyssesAllToAll
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -398,6 +402,39 @@ def frozen_weights_decayed() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def experts_chosen_again() -> Iterator[None]:
+    """Backward chooses experts again, of logits that are rounded to bf16."""
+    backward = ExpertMlp.backward
+
+    def rerouted(self: Any, dy: Any, n2: Any, inputs: Any, gradients: Any) -> Any:
+        logits_CX = router_logits(n2, self.weights).bfloat16().float()
+        inputs["chosen"] = choose(logits_CX, self.model.experts, self.terms.choice_bias_X)
+        return backward(self, dy, n2, inputs, gradients)
+
+    with patch.object(ExpertMlp, "backward", rerouted):
+        yield
+
+
+@contextmanager
+def loads_counted_twice() -> Iterator[None]:
+    """Recomputation counts the experts that tokens chose once more."""
+    complete = ExpertLoads.complete
+
+    def doubled(self: Any, unit: Any, layers: Any) -> None:
+        for loads_X in self._of_sequence.values():
+            loads_X.mul_(2)
+        complete(self, unit, layers)
+
+    with patch.object(ExpertLoads, "complete", doubled):
+        yield
+
+
+def loads_of_own_tokens() -> Any:
+    """The balance loss of a sequence takes the loads of this rank's shard of its tokens."""
+    return patch.object(UlyssesAllToAll, "add_up_", lambda self, x: None)
+
+
 def _sees_several_units(case: Case) -> bool:
     """Whether queries of layers with a window see keys of an earlier unit."""
     return (case.model.window or 0) > 1 and any(len(leg.cuts) > 2 for leg in case.legs)
@@ -445,6 +482,11 @@ def _recomputes(case: Case) -> bool:
     )
 
 
+def _shards_loads(case: Case) -> bool:
+    """Whether the tokens of a sequence whose experts are balanced are on several ranks."""
+    return case.router_losses[0] > 0 and any(leg.sp > 1 for leg in case.legs)
+
+
 def _shards_weights(case: Case) -> bool:
     return any(leg.sequence_parallel == "megatron" for leg in case.legs)
 
@@ -461,6 +503,9 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (reductions_reused, lambda case: _reduces(case, after_each_use=True)),
         (last_reduction_skipped, lambda case: _reduces(case, after_each_use=True)),
         (gathers_not_awaited, lambda case: any(leg.zero == 3 for leg in case.legs)),
+        (experts_chosen_again, lambda case: case.model.experts != "" and case.dtype == "fp32"),
+        (loads_counted_twice, lambda case: case.router_losses[0] > 0),
+        (loads_of_own_tokens, _shards_loads),
         (positions_from_subsequence, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
         (prefix_without_dk, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
         (documents_not_isolated, lambda case: case.documents > 1 or case.samples is not None),

@@ -23,6 +23,8 @@ Family = Literal[
     "seed_oss",
     "phi3",
     "granite",
+    "arcee",
+    "exaone4",
     "olmo2",
     "olmo3",
     "gemma3_text",

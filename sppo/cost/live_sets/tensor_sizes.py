@@ -98,6 +98,17 @@ class TensorSizes:
             for name, (rank, _) in self.kind.recomputed_factors
         }
 
+    @property
+    def output_gradient_bytes(self) -> int:
+        """Bytes of the gradient of the MLP's output, if it is not that of the residual stream."""
+        is_scaled = self.model.residual_scale != 1
+        return self.hidden_bytes if is_scaled else self.output_bytes
+
+    @property
+    def is_half(self) -> bool:
+        """True if the compute dtype is smaller than the accumulation dtype."""
+        return self.element_bytes < ACCUMULATION_BYTES
+
     @cached_property
     def _mlp_widths(self) -> Mapping[str, int]:
         """Widths of the inputs of activations in the MLP of the layer, by name."""
@@ -128,11 +139,6 @@ class TensorSizes:
         """Bytes of the rotary cosines and sines of the subsequence, for each rotation of layers."""
         table = 2 * self.pooled(self.tokens * ACCUMULATION_BYTES * self.model.rotary_size // 2)
         return table * num_rotations(self.model, self.workload.trainable)
-
-    @property
-    def is_half(self) -> bool:
-        """True if the compute dtype is smaller than the accumulation dtype."""
-        return self.element_bytes < ACCUMULATION_BYTES
 
     @property
     def window_kv_bytes(self) -> int:

@@ -21,7 +21,7 @@ from sppo.activations.tensor_classes import (
 )
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.layer_kinds import LayerKind
+from sppo.cost.layer_kinds import LayerKind, kinds_of_model
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
 from sppo.cost.stage_cost import kinds_of_stages
@@ -143,7 +143,8 @@ def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
     None stands for the kind of all layers.
     """
     workload, kinds = candidate.workload, candidate.kinds_of_layers[stage]
-    alike = len({(own.type.routed, own.window) for own in kinds}) == 1
+    every = kinds_of_model(workload.model, workload.trainable)
+    alike = len({(own.type.routed, own.window) for own in every}) == 1
     if workload.trainable.is_everything and alike:
         return (None,)
     return [kind for kind in kinds if kind.has_backward] or [*kinds]

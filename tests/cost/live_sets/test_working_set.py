@@ -11,6 +11,7 @@ from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost.layer import Workload
+from sppo.cost.layer_kinds import layer_kinds
 from sppo.cost.live_sets import (
     attention_block_sizes,
     cpu_attention_live_sets,
@@ -71,7 +72,7 @@ def model_of(shape: str) -> ModelConfig:
     return ModelConfig(num_layers=LAYERS, **SHAPES[shape])
 
 
-def measured(model, *, dtype, policy, lengths, input_every, ignored=()):
+def measured(model, *, dtype, policy, lengths, input_every, ignored=(), recomputes_windows=False):
     """Peak of a step beyond what outlives it; the labels at ``ignored`` do not count."""
     weights = {n: w.to(DTYPES[dtype]) for n, w in initial_weights(model, seed=0).items()}
     engine = Engine(
@@ -79,7 +80,7 @@ def measured(model, *, dtype, policy, lengths, input_every, ignored=()):
         weights=weights,
         gradients=zero_gradients(weights),
         policy=policy,
-        pipeline=Pipeline(input_every=input_every),
+        pipeline=Pipeline(input_every=input_every, recomputes_windows=recomputes_windows),
     )
     tokens = torch.arange(sum(lengths) + 1) % model.vocab_size
     cuts, labels = [*accumulate(lengths, initial=0)], tokens[1:].clone()
@@ -94,12 +95,13 @@ def machine():
     return replace(laptop, device=replace(laptop.device, half_products=half))
 
 
-def predicted(model, *, dtype, policy, lengths, input_every):
+def predicted(model, *, dtype, policy, lengths, input_every, recomputes_windows=False):
     workload = Workload(model, machine(), dtype=dtype)
     prefixes = [sum(lengths[:i]) for i in range(len(lengths))]
     moments = [
         moment
         for tokens, prefix in zip(lengths, prefixes, strict=True)
+        for kind in set(layer_kinds(model, workload.trainable))
         for moment in planned.working_sets(
             workload,
             tokens=tokens,
@@ -107,6 +109,8 @@ def predicted(model, *, dtype, policy, lengths, input_every):
             recomputed=RECOMPUTED[policy],
             input_every=input_every,
             layers=LAYERS,
+            kind=kind,
+            recomputes_windows=recomputes_windows,
         )
     ]
     return max(*moments, planned.loss_working_set(workload, tokens=max(lengths)), key=live)
@@ -155,6 +159,31 @@ def test_squares_that_are_halved_and_layers_that_share_an_input(lengths, policy,
     case = {"dtype": "bf16", "policy": policy, "lengths": lengths, "input_every": input_every}
     seen = measured(model_of("llama"), **case)
     moment = predicted(model_of("llama"), **case)
+    assert seen == pytest.approx(live(moment), rel=0.05, abs=THREADS_BYTES), moment
+
+
+@pytest.mark.parametrize(
+    ("policy", "window", "recomputes"),
+    [
+        ("retain", 300, False),
+        ("keep_attention", 1500, True),
+        pytest.param("recompute", 300, True, marks=pytest.mark.exhaustive),
+        pytest.param("recompute", 1500, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_keys_in_windows_are_put_together(policy, window, recomputes):
+    """With so few layers of such narrow MLPs, attention takes most."""
+    model = ModelConfig(
+        num_layers=LAYERS,
+        **{**SHAPES["llama"], "num_kv_heads": 8, "mlp_size": 64, "hidden_size": 256},
+        head_size=64,
+        sliding_window=window,
+    )
+    case = {"dtype": "fp32", "policy": policy, "lengths": (1024, 512, 1024), "input_every": 1}
+    case["recomputes_windows"] = recomputes
+    seen = measured(model, **case)
+    moment = predicted(model, **case)
+    assert moment[0].startswith("attention backward")
     assert seen == pytest.approx(live(moment), rel=0.05, abs=THREADS_BYTES), moment
 
 

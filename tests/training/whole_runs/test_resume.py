@@ -36,6 +36,13 @@ VARIANTS = {
         },
         "train": {"sequences_per_step": 3},
     },
+    "experts": {
+        "model": {
+            "num_layers": 2,
+            "experts": {"count": 4, "per_token": 2, "mlp_size": 16, "choice_bias": True},
+        },
+        "routing": {"balance_loss": 0.01, "bias_update": 0.02},
+    },
     "all on a disk": {
         "model": {"num_layers": 3},
         "parallel": {"virtual_stages": 3},

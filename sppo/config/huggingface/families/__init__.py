@@ -22,6 +22,8 @@ FAMILIES: Mapping[Family, HfFamily] = {
     "seed_oss": llama.SEED_OSS,
     "phi3": llama.PHI3,
     "granite": granite.GRANITE,
+    "arcee": llama.ARCEE,
+    "exaone4": post_norms.EXAONE4,
     "olmo2": post_norms.OLMO2,
     "olmo3": post_norms.OLMO3,
     "gemma3_text": post_norms.GEMMA3,

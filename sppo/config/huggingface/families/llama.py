@@ -48,6 +48,25 @@ LLAMA = HfFamily(
     tensors=_NAMES,
     refused=DENSE_REFUSED,
 )
+ARCEE = HfFamily(
+    architecture="ArceeForCausalLM",
+    settings=(
+        *rotary(words={"relu2": "relu2"}),
+        Derived("hidden_size", _multiple_of_heads),
+        *BIASES,
+        _MLP_BIAS,
+        Windows(never),
+        Rope(),
+    ),
+    defaults={
+        **DEFAULTS,
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+    },
+    tensors=_NAMES,
+    refused=DENSE_REFUSED,
+)
 MISTRAL = HfFamily(
     architecture="MistralForCausalLM",
     settings=(*rotary(), Windows(always, by_layer=False), Rope()),

@@ -1,4 +1,4 @@
-"""Dense families that normalize the outputs of attention and MLP: OLMo 2 and 3, Gemma 3, GLM-4."""
+"""Dense families that normalize the outputs of attention and MLP: OLMo, EXAONE, Gemma, GLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sppo.config.huggingface.settings import Derived, Json, Key, integer, positi
 from sppo.config.huggingface.tensor_names import ROTARY_MODULES, TensorNames
 from sppo.config.model import ModelConfig
 
-_OLMO_NAMES = TensorNames(
+_POST_NAMES = TensorNames(
     modules={
         **ROTARY_MODULES,
         "attention_post_norm": "post_attention_layernorm",
@@ -25,7 +25,7 @@ OLMO2 = HfFamily(
     settings=(*rotary(), *BIASES, Windows(never), Rope()),
     defaults=_OLMO_DEFAULTS,
     fixed={"norm_placement": "post", "qk_norm": "all"},
-    tensors=_OLMO_NAMES,
+    tensors=_POST_NAMES,
     refused=DENSE_REFUSED,
 )
 OLMO3 = HfFamily(
@@ -38,7 +38,38 @@ OLMO3 = HfFamily(
     ),
     defaults={**_OLMO_DEFAULTS, "sliding_window": 4096},
     fixed={"norm_placement": "post", "qk_norm": "all"},
-    tensors=_OLMO_NAMES,
+    tensors=_POST_NAMES,
+    refused=DENSE_REFUSED,
+)
+
+_EXAONE_WINDOWS = Windows(all_but_every(4, key="sliding_window_pattern"))
+
+
+def _rotated_of_exaone(config: Json) -> list[bool] | None:
+    """Return which layers rotate q and k: those with a window, or all if there is none."""
+    if config.get("sliding_window") is None:
+        return None
+    fields = _EXAONE_WINDOWS.read(config)
+    types = fields["layer_types"] or ["full" if fields["sliding_window"] is None else "sliding"]
+    rotated = [kind == "sliding" for kind in types]
+    return None if all(rotated) else rotated
+
+
+EXAONE4 = HfFamily(
+    architecture="Exaone4ForCausalLM",
+    settings=(
+        *rotary(),
+        _EXAONE_WINDOWS,
+        Derived("rotary_layers", _rotated_of_exaone),
+        Rope(),
+    ),
+    defaults={
+        **_OLMO_DEFAULTS,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
+    fixed={"norm_placement": "post", "qk_norm": "head"},
+    tensors=_POST_NAMES,
     refused=DENSE_REFUSED,
 )
 
