@@ -223,6 +223,16 @@ class ModelConfig(Section):
         return self.mlp in GATED_ACTIVATIONS
 
     @property
+    def norms_inputs(self) -> bool:
+        """True if attention and the MLP read norms of the residual stream."""
+        return self.norm_placement != "post"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """True if the outputs of attention and of the MLP are normed before they are added."""
+        return self.norm_placement != "pre"
+
+    @property
     def windows(self) -> frozenset[int | None]:
         """Sliding windows that the layers have; None stands for layers that attend to all keys."""
         return frozenset(self.layer_type(layer).window for layer in range(self.num_layers))
