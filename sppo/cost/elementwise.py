@@ -99,7 +99,7 @@ def layer_work(
     between: list[str] = []  # kernels on queries and keys between their projection and attention
     if model.qk_norm is not None:
         between.append(_QK_NORMS[model.qk_norm])
-    if layer_type.rope_theta is not None:
+    if layer_type.rotation is not None:
         between.append("rotary")
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     # Queries are saved before their norm, so backward recomputes its output.
