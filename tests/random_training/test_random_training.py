@@ -40,10 +40,12 @@ def test_every_number_of_random_trainings(first, pytestconfig):
 
 
 def test_ranks_that_are_processes(ranks):
-    """Also their messages are real; of the cases of up to four ranks the first few."""
-    cases = [case for case in map(draw, range(1000, 1100)) if 2 <= case.num_ranks <= 4]
-    cases = cases[: examples(2, all=4)]
-    assert {leg.sequence_parallel for case in cases for leg in case.legs} == {"ulysses", "megatron"}
+    """Also their messages are real; of the cases of up to four ranks the first of each kind."""
+    found, cases = [case for case in map(draw, range(1000, 1100)) if 2 <= case.num_ranks <= 4], []
+    for kind in ("ulysses", "megatron"):
+        of_kind = (one for one in found if kind in {leg.sequence_parallel for leg in one.legs})
+        cases += islice(of_kind, examples(1, all=2))
+    assert len(cases) == examples(2, all=4)
     wrong = [f"{case}: {faults}" for case in cases if (faults := faults_of(case, ranks))]
     assert not wrong, "\n".join(wrong)
 
