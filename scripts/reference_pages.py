@@ -25,7 +25,7 @@ from sppo.config import rules
 from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS
 from sppo.config.run import RunConfig
-from sppo.cost.parameters import num_parameters
+from sppo.cost.parameters import active_parameters, num_parameters
 from sppo.hardware.presets import PRESETS as MACHINES
 from sppo.output_file import write_text
 from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
@@ -240,8 +240,12 @@ def _models_table() -> str:
     for name, fields in PRESETS.items():
         model = ModelConfig(**fields)
         heads = f"{model.num_heads} / {model.kv_heads} x {model.head_dim}"
-        sizes = model.num_layers, model.hidden_size, heads, model.mlp_size, model.vocab_size
-        parameters = format_count(num_parameters(model))
+        parameters, mlp = format_count(num_parameters(model)), str(model.mlp_size)
+        if model.experts is not None:
+            parameters += f", {format_count(active_parameters(model))} active"
+            experts = model.experts
+            mlp = f"{experts.per_token} of {experts.count} x {experts.mlp_size}"
+        sizes = model.num_layers, model.hidden_size, heads, mlp, model.vocab_size
         rows.append((f"`{name}`", parameters, *map(str, (*sizes, model.max_positions))))
     header = "preset", "parameters", "layers", "hidden", "heads / K/V x size", "MLP", "words"
     return _table((*header, "positions"), rows)

@@ -192,7 +192,6 @@ def layer_parts(
     here = tokens / workload.sequence_parallel_degree
     matrices, trained = kind.matrices, kind.trained_matrices
     recomputed = kind.projections(*recomputed_linear_names(model))
-    again = kind.recomputed_factors
     attention, attention_backward = map(
         parts.by_subsequence, _attention_seconds(workload, parts, window=kind.window)
     )
@@ -204,7 +203,8 @@ def layer_parts(
     }
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
-    adapters = len(again)  # each multiplies by both factors, and scales what is between them
+    # Each adapter multiplies by both factors, and scales what is between them.
+    adapters = len(kind.recomputed_factors)
     of_experts = expert_kernels(device, model.experts, kind, dtype=workload.dtype)
     forward_kernels = _FORWARD_KERNELS + 3 * adapters + of_experts[0]
     frozen = len(matrices) - len(trained)
@@ -219,7 +219,7 @@ def layer_parts(
         },
         "backward": {
             "products": _products(workload, matrices, tokens=here, product="input")
-            + _products(workload, again, tokens=here, product="forward"),
+            + _products(workload, kind.repeated, tokens=here, product="forward"),
             "attention": attention_backward,
             "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],

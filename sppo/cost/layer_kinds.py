@@ -53,6 +53,17 @@ class LayerKind(NamedTuple):
         return tuple((name, shape) for name, shape in self.shapes if name.endswith(LORA_A))
 
     @property
+    def repeated(self) -> Shapes:
+        """Weights whose products backward repeats, whatever is saved.
+
+        They are factors A, routers before and after the experts, and, where the output of a shared
+        MLP is switched, both of its last projections.
+        """
+        switch = self.projections("shared_switch")
+        switched = (*switch, *self.projections("shared_down")) if switch else ()
+        return (*self.recomputed_factors, *self.projections("router") * 2, *switched)
+
+    @property
     def trained_shapes(self) -> Shapes:
         """Parameters that train."""
         return tuple((name, shape) for name, shape in self.shapes if name in self.trained)

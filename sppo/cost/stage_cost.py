@@ -424,7 +424,7 @@ def flops_of_parts(candidate: Candidate, placement: ActivationPlacement) -> tupl
             attention += count * pair_flops(model) * float(parts.by_subsequence(pairs) @ passes)
             if kind.has_backward:
                 products += count * recomputed_linear_flops(model, kind) * float(linear.sum())
-                products += count * 2 * elements(kind.recomputed_factors) * float(lengths.sum())
+                products += count * 2 * elements(kind.repeated) * float(lengths.sum())
     return products, attention
 
 

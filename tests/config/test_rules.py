@@ -97,7 +97,7 @@ def test_what_goes_together(sections):
         ),
         (
             {"model": {"family": "gpt2"}},
-            "model.family gpt2 does not compute this model: norm is rmsnorm, needs layernorm; ",
+            "model.family gpt2 does not compute this model: num_kv_heads is 2, needs 4; ",
         ),
         (
             {"model": LEARNED, "sequence": {"length": 65}},

@@ -26,6 +26,7 @@ _WRITTEN = {
     "_merge_kernel": {"lse_ptr", "o_ptr"},
     "_norm_kernel": {"x_ptr", "y_ptr"},
     "_norm_backward_kernel": {"dbias_ptr", "dweight_ptr", "dx_ptr"},
+    "_sink_gradient_kernel": {"partial_ptr"},
     "_turn_kernel": {"y_ptr"},
 }
 """Parameters through which each Triton kernel writes; it reads through all others."""

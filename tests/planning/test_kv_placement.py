@@ -9,6 +9,7 @@ import pytest
 
 from sppo.activations.tensor_classes import X_IN
 from sppo.cli.solution.candidate import policy_text
+from sppo.config import ConfigError
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.explain import step_parts
@@ -45,6 +46,58 @@ def test_with_one_stage_on_a_rank_nobody_does_without_keys(kv):
     assert best.candidate.kv_of_stages[0] == placed
     assert best.costs.kv_offload_bytes.any() == (kv == "offload")
     assert best.costs.kv_recompute_s.any() == (kv == "recompute")
+
+
+GEMMA = {
+    "vocab_size": 32_000, "hidden_size": 2560, "num_layers": 36, "num_heads": 8,
+    "num_kv_heads": 4, "head_size": 256, "mlp_size": 10_240, "sliding_window": 1024,
+    "layer_types": ["sliding"] * 5 + ["full"],
+}  # fmt: skip
+
+
+def windowed(memory_gib=None, kv="auto"):
+    """Best candidate at 128Ki on one device; without a limit, one in which everything fits."""
+    run = run_config(
+        GEMMA,
+        length=131072,
+        sequence={"num_subsequences": 8},
+        parallel={"virtual_stages": 1, "pipeline_parallel_degree": 1},
+        activations={"tier": "device", "kv": kv},
+    )
+    memory_bytes = (memory_gib or 4096) * GIB
+    return evaluate_candidate(
+        candidate_of_subsequences(
+            run,
+            hardware=machine(memory_bytes=memory_bytes, reserved_bytes=0),
+            degrees=Degrees(1, 1, 1),
+            num_subsequences=8,
+        )
+    )
+
+
+def test_layers_with_windows_recompute_keys_in_every_order():
+    """Free: if saved tensors would be recomputed otherwise, and that is slower."""
+    asked, free = windowed(kv="recompute"), windowed()
+    assert asked.candidate.recomputes_windows == (True,)
+    assert free.candidate.recomputes_windows == (False,)
+    assert asked.step_s > free.step_s
+    text = "K and V of layers with a sliding window are recomputed"
+    assert (text in policy_text(asked), text in policy_text(free)) == (True, False)
+    room = round(asked.memory[0].device.total_bytes / GIB) + 2
+    assert windowed(room).candidate.recomputes_windows == (True,)
+    kept = windowed(room, kv="retain")
+    assert kept.candidate.recomputes_windows == (False,)
+    assert windowed(room).step_s < kept.step_s
+
+
+def test_ranks_that_share_units_keep_all_keys():
+    with pytest.raises(ConfigError, match="ranks that share units"):
+        run_config(
+            GEMMA,
+            length=131072,
+            parallel={"multiplexed": "on", "pipeline_parallel_degree": 2},
+            activations={"kv": "recompute"},
+        )
 
 
 def test_recomputed_keys_come_from_inputs_that_stay():

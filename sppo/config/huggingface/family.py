@@ -118,16 +118,19 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that determine the function of a model, equal for equal functions."""
     types = [model.layer_type(layer) for layer in range(model.num_layers)]
     windows = any(kind.window is not None for kind in types)
-    unused = {"max_positions"} if model.position == "rotary" else {"rope_theta", "rotary_fraction"}
+    unused = {"rope_theta", "rotary_fraction", "rotary_layers"}
+    if model.position == "rotary":
+        unused = {"max_positions"}
     if all(kind.routed for kind in types):
         unused |= {"mlp_size", "mlp_bias"}
-    names = ModelConfig.model_fields.keys() - NOT_COMPUTED - unused
-    fields = {name: getattr(model, name) for name in sorted(names)}
+    unused |= NOT_COMPUTED
+    fields = {name: getattr(model, name) for name in ModelConfig.model_fields if name not in unused}
     fields["attention_scale"] = score_scale(model)
     fields["layer_types"] = shortest_pattern(
         ["full" if kind.window is None else "sliding" for kind in types]
     )
-    fields["rotary_layers"] = shortest_pattern([kind.rope_theta is not None for kind in types])
+    if model.position == "rotary":
+        fields["rotary_layers"] = shortest_pattern([kind.rope_theta is not None for kind in types])
     if not windows:
         fields["sliding_window"] = None
     if not windows or (model.rope_scaling is None and model.sliding_rope_theta == model.rope_theta):

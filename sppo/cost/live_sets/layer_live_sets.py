@@ -87,9 +87,8 @@ def layer_backward(
         base += s.window_kv_bytes
     base += queries + (s.query_bytes + s.lse_bytes if own_attention else 0)
     inputs = s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
-    # With norms of outputs: x_mid beside the output of attention, and the gradient of the MLP's
-    # output, whose own memory is free.
-    inputs += 2 * s.output_bytes
+    # With norms of outputs: x_mid beside the output of attention; that of the MLP is free.
+    inputs += s.output_bytes + s.output_gradient_bytes
     base -= s.output_bytes * (LINEAR in s.freed)
     for name, live in _mlp(s).mlp_backward(s):
         yield name, base + inputs + live

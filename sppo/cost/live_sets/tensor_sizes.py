@@ -99,6 +99,12 @@ class TensorSizes:
         }
 
     @property
+    def output_gradient_bytes(self) -> int:
+        """Bytes of the gradient of the MLP's output, if it is not that of the residual stream."""
+        is_scaled = self.model.residual_scale != 1
+        return self.hidden_bytes if is_scaled else self.output_bytes
+
+    @property
     def is_half(self) -> bool:
         """True if the compute dtype is smaller than the accumulation dtype."""
         return self.element_bytes < ACCUMULATION_BYTES

@@ -1,7 +1,7 @@
 """Memory of long sequences: as predicted, linear in the length, and far below what is saved.
 
 Layers have a sliding window, so that time grows linearly and a sequence takes minutes on two cores;
-all keys and values are stored nevertheless.
+most stages store all keys and values nevertheless.
 """
 
 import subprocess

@@ -9,7 +9,7 @@ from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model import experts
 from sppo.training.records.outcome import predicted_and_measured
 from tests.conftest import write_run, write_tokens
-from tests.tiers import each_once
+from tests.tiers import each_once, exhaustive
 from tests.training.jobs import train_rank
 from tests.training.whole_runs import test_parallel_runs as parallel_runs
 
@@ -139,6 +139,31 @@ def test_two_ranks_with_adapters_take_what_is_planned(
     ):
         assert saved == pytest.approx(activations, rel=1e-4)
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def kv_bytes(rank, directory):
+    """Predicted and measured bytes of K, V and their gradients on one rank."""
+    checked, outcome = train_rank(rank, directory)
+    device = checked.plan.rank_memory[rank].device
+    found = predicted_and_measured(device, outcome.buckets, all_bytes=outcome.peak_bytes)
+    return found["K/V and gradients"]
+
+
+@pytest.mark.parametrize("kv", ["recompute", *exhaustive("retain")])
+def test_keys_of_windows_take_what_is_planned(ranks, tmp_path, kv):
+    """Two of three layers have a window."""
+    write_tokens(tmp_path / "tokens", num_tokens=4000)
+    windows = {"sliding_window": 30, "layer_types": ["sliding", "full", "sliding"]}
+    write_run(
+        tmp_path / "run.yaml",
+        model={**MODEL, **windows, "num_layers": 6},
+        train={"steps": 1, "output": "out"},
+        sequence={"length": 512, "num_subsequences": 5},
+        parallel={"pipeline_parallel_degree": 2, "virtual_stages": 1, "multiplexed": "off"},
+        activations={"policy": "keep_attention", "kv": kv},
+    )
+    for predicted, measured in ranks.run(kv_bytes, tmp_path, ranks=2):
+        assert predicted == measured
 
 
 def state_bytes(rank, directory, arguments):
