@@ -13,7 +13,7 @@ import torch
 
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.model.hf_reading import open_hf_weights
+from sppo.model.huggingface.reading import open_hf_weights
 from tests.engine.models import engine_step
 from tests.model.hf_models import LLAMA3, tiny_hf_model
 
