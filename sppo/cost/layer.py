@@ -205,7 +205,7 @@ def layer_parts(
     times = _EXCHANGES[workload.sequence_parallel]
     # Each adapter multiplies by both factors, and scales what is between them.
     adapters = len(kind.recomputed_factors)
-    of_experts = expert_kernels(device, model.experts, kind, dtype=workload.dtype)
+    of_experts = expert_kernels(device, kind, dtype=workload.dtype)
     forward_kernels = _FORWARD_KERNELS + 3 * adapters + of_experts[0]
     frozen = len(matrices) - len(trained)
     backward_kernels = _BACKWARD_KERNELS - frozen + (4 + 1 + 2) * adapters + of_experts[1]
