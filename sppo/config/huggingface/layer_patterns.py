@@ -61,11 +61,11 @@ class Windows:
     usual: Callable[[Json, int], bool]
     """Returns whether a layer has the window if ``layer_types`` is absent."""
     by_layer: bool = True
-    """Whether ``layer_types`` may differ from that rule."""
+    """True if ``layer_types`` may differ from that rule."""
     switch: bool = False
-    """Whether ``use_sliding_window`` must be true for a window."""
+    """True if ``use_sliding_window`` must be true for a window."""
     first: bool = False
-    """Whether ``max_window_layers`` is written."""
+    """True if ``max_window_layers`` is written."""
 
     def read(self, config: Json) -> dict[str, Any]:
         """Return the window and the layers that have it."""
