@@ -7,8 +7,7 @@ backward of a matrix product twice those of its forward, half of them for the we
 frozen weights do not have. Products with the factors of adapters are so thin that they take at
 least the time in which memory transfers their wide operands; products of experts have few rows
 each, so they take at least the time in which memory transfers the weights of all experts. Each
-device of a sequence-parallel
-group does a g-th of all work, and the group exchanges tokens.
+device of a sequence-parallel group does a g-th of all work, and the group exchanges tokens.
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
 width, X experts, k experts of a token, g sequence-parallel degree. Tables are [subsequences].
