@@ -24,6 +24,7 @@ DEEP = {
     "qwen3": {**SIX, **MOSTLY_SLIDING},
     "mistral": SIX,
     "gpt2": SIX,
+    "granite": {"logits_scaling": 1.5},  # gradients large enough for clipping
     "smollm3": {"attention_bias": False},  # biases of k have no gradient where k is not rotated
     "qwen2_moe": MOSTLY_SLIDING,
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 9},
@@ -68,8 +69,10 @@ LAYOUTS = {
 """What a case has beside its family: degrees, policy, and keys of the run file."""
 
 COVERING = ("gemma3_text", "gpt_oss")
-"""Families that meet every layout in the default tier: with norms before and after, and with
-experts and sinks, both with windows."""
+"""Families that meet layouts in the default tier: with norms before and after, and with experts
+and sinks, both with windows."""
+SELDOM = ("looped", "pipeline and Ulysses")
+"""Layouts that are parts of others, and left to the exhaustive tier."""
 
 
 def deep(family, **more):
@@ -81,11 +84,13 @@ def pairs():
     for layout in LAYOUTS:
         for family in FAMILIES:
             pair = (family, layout)
-            yield pair if family in COVERING else exhaustive(pair)[0]
+            covers = family in COVERING and layout not in SELDOM
+            yield pair if covers else exhaustive(pair)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*exhaustive(*FAMILIES[:5]), *FAMILIES[5:]])
 def test_every_family_trains_like_transformers(family, tmp_path):
+    """The first five are in the default tier of the other comparison."""
     check(deep(family), tmp_path)
 
 

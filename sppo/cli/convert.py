@@ -26,13 +26,13 @@ from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of
 from sppo.config.start_model import CONTEXT_KEYS, model_of_start
 from sppo.cost.trainable import trainable_of_sections
-from sppo.model.hf_extras import BESIDE_ADAPTER, GENERATION_FILE, Extras, read_extras
-from sppo.model.hf_files import check_headers
+from sppo.model.huggingface.extras import BESIDE_ADAPTER, GENERATION_FILE, Extras, read_extras
+from sppo.model.huggingface.files import check_headers
 from sppo.output_file import check_unused_directory
 from sppo.units import counted, format_bytes, format_count, parse_size
 
 if TYPE_CHECKING:
-    from sppo.model.hf_writing import SavedWeights
+    from sppo.model.huggingface.writing import SavedWeights
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -104,8 +104,8 @@ def from_hf(
             fields |= {key: theirs[key] for key in CONTEXT_KEYS}
         model = _model(fields, source=source)
         check_headers(source, model)
-        from sppo.model.hf_reading import open_hf_weights
-        from sppo.model.hf_writing import DTYPES
+        from sppo.model.huggingface.reading import open_hf_weights
+        from sppo.model.huggingface.writing import DTYPES
 
         weights = open_hf_weights(source, model)
         kind = dtype.value
@@ -145,8 +145,8 @@ def to_hf(
         chosen = None if tokenizer is None else chosen_extras(tokenizer)
         check_any(source)
         from sppo.checkpoint.checkpoint import read_weights
-        from sppo.model.hf_writing import DTYPES
-        from sppo.model.merged_weights import MergedWeights
+        from sppo.model.huggingface.merged_weights import MergedWeights
+        from sppo.model.huggingface.writing import DTYPES
         from sppo.training.weights.base_weights import checked_start
         from sppo.training.weights.starting_weights import checkpoint_weights
 
@@ -206,7 +206,7 @@ def to_peft(
         chosen = None if tokenizer is None else chosen_extras(tokenizer)
         check_any(source)
         from sppo.checkpoint.checkpoint import read_weights
-        from sppo.model.peft_weights import save_adapter
+        from sppo.model.huggingface.peft_weights import save_adapter
         from sppo.training.weights.adapter_export import base_of_adapter, check_is_base
         from sppo.training.weights.base_weights import checked_start, run_of, start_of
 
@@ -258,7 +258,7 @@ def _write(
     readme: str = "",
 ) -> dict[str, Any]:
     """Write weights as a Hugging Face directory; return what was written as JSON values."""
-    from sppo.model.hf_writing import save_hf_weights
+    from sppo.model.huggingface.writing import save_hf_weights
 
     saved = save_hf_weights(
         destination,

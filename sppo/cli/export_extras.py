@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.data.trained_tokenizer import template_change, trained_tokenizer, with_trained
-from sppo.model.hf_extras import Extras, read_extras
+from sppo.model.huggingface.extras import Extras, read_extras
 from sppo.version import __version__
 
 

@@ -16,7 +16,7 @@ from sppo.config.json_file import read_json
 from sppo.data.chat.template import TEMPLATE_FILE, ChatTemplate
 from sppo.data.preparation.tokenizer_file import TOKENIZER_FILE, read_files
 from sppo.data.tokens import META_FILE, TOKENIZER_FILES, read_meta
-from sppo.model.hf_extras import Extras
+from sppo.model.huggingface.extras import Extras
 from sppo.quoting import one_line
 
 _SETTINGS = "tokenizer_config.json"

@@ -20,8 +20,8 @@ from sppo.data.samples.epochs import with_steps
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import find_gpus
-from sppo.model.hf_files import check_headers
-from sppo.model.peft_format import check_adapter
+from sppo.model.huggingface.files import check_headers
+from sppo.model.huggingface.peft_format import check_adapter
 from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_without_limits

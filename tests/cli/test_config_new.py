@@ -7,7 +7,7 @@ import pytest
 from sppo.config import load_run
 from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS
-from sppo.model.hf_writing import save_hf_weights
+from sppo.model.huggingface.writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from tests.cli.answers import one_line
 from tests.conftest import refuse, succeed, write_tokens

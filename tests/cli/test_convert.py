@@ -11,9 +11,9 @@ from sppo.checkpoint.newest import Checkpoint
 from sppo.cli.convert import app
 from sppo.config import PRESETS, ModelConfig
 from sppo.config.huggingface.model_config import model_fields, read_config
-from sppo.model import hf_writing
-from sppo.model.hf_reading import open_hf_weights
-from sppo.model.hf_writing import save_hf_weights
+from sppo.model.huggingface import writing as hf_writing
+from sppo.model.huggingface.reading import open_hf_weights
+from sppo.model.huggingface.writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from tests.make import make_run
 

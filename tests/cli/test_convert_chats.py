@@ -11,7 +11,7 @@ from sppo.checkpoint.newest import Checkpoint
 from sppo.cli.export_extras import new_end
 from sppo.data.chat.template import CHATML, ChatTemplate
 from sppo.data.preparation.prepare import prepare_tokens
-from sppo.model.hf_extras import Extras
+from sppo.model.huggingface.extras import Extras
 from sppo.model.initialize import initial_weights
 from tests.cli.test_convert import MODEL, convert, run_config
 from tests.data.chats import ASKED, write_tokenizer

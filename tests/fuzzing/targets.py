@@ -164,7 +164,7 @@ def _weights() -> tuple[Any, bytes, bytes]:
 
     from sppo.config.huggingface.model_config import model_fields
     from sppo.config.model import ModelConfig
-    from sppo.model.hf_names import hf_tensors
+    from sppo.model.huggingface.stored_tensors import hf_tensors
 
     model = ModelConfig.model_validate(model_fields(LLAMA))
     tensors = {t.full_name: torch.zeros(t.shape) for t in hf_tensors(model)}
@@ -174,7 +174,7 @@ def _weights() -> tuple[Any, bytes, bytes]:
 
 def weight_files(draw: st.DrawFn, directory: Path) -> None:
     """Safetensors with a damaged header, or behind a damaged index."""
-    from sppo.model.hf_reading import open_hf_weights
+    from sppo.model.huggingface.reading import open_hf_weights
 
     model, whole, index = _weights()
     for path in directory.glob("*.safetensors*"):

@@ -68,7 +68,7 @@ _TINY = {
         **{"residual_multiplier": 0.7, "logits_scaling": 0.3},
     },
     "arcee": {**_SIX, "head_dim": 10, "mlp_bias": True},
-    "exaone4": {**_SIX, "sliding_window": 7, "sliding_window_pattern": 3},
+    "exaone4": {**_SIX, "sliding_window": 7, "sliding_window_pattern": 3, "head_dim": 10},
     "olmo2": {**_SIX, "attention_bias": True},
     "olmo3": {**_SIX, "sliding_window": 7, "rope_parameters": {"full_attention": YARN}},
     "gemma3_text": {

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sppo.config import PRESETS, ModelConfig
-from sppo.model.hf_reading import open_hf_weights
-from sppo.model.hf_writing import save_hf_weights
+from sppo.model.huggingface.reading import open_hf_weights
+from sppo.model.huggingface.writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from tests.model.hf_models import tiny_hf_model
 

@@ -5,9 +5,9 @@ import torch
 
 from sppo.config.huggingface.model_config import ignored_settings, model_fields, read_config
 from sppo.config.model import ModelConfig
-from sppo.model.hf_names import stored_shapes
-from sppo.model.hf_reading import open_hf_weights
-from sppo.model.hf_writing import save_hf_weights
+from sppo.model.huggingface.reading import open_hf_weights
+from sppo.model.huggingface.stored_tensors import stored_shapes
+from sppo.model.huggingface.writing import save_hf_weights
 from tests.model.hf_models import EAGER, FAMILIES, LLAMA3, tiny_hf_model
 
 transformers = pytest.importorskip("transformers")

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from sppo.config import PRESETS, ModelConfig
 from sppo.cost.parameters import parameter_shapes
-from sppo.model import hf_writing
-from sppo.model.hf_reading import open_hf_weights
-from sppo.model.hf_writing import plan_shards, save_hf_weights
+from sppo.model.huggingface import writing as hf_writing
+from sppo.model.huggingface.reading import open_hf_weights
+from sppo.model.huggingface.writing import plan_shards, save_hf_weights
 from sppo.model.initialize import initial_weights
 from tests.model.hf_models import tiny_hf_model
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from sppo.config.adapter import AdapterConfig
 from sppo.cost.trainable import trainable_of
-from sppo.model.hf_reading import open_hf_weights
-from sppo.model.hf_writing import save_hf_weights
-from sppo.model.merged_weights import MergedWeights
-from sppo.model.peft_weights import open_adapter, save_adapter
+from sppo.model.huggingface.merged_weights import MergedWeights
+from sppo.model.huggingface.peft_weights import open_adapter, save_adapter
+from sppo.model.huggingface.reading import open_hf_weights
+from sppo.model.huggingface.writing import save_hf_weights
 from tests.model.hf_models import tiny_hf_model
 from tests.tiers import default_of
 

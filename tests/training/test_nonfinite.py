@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import load_run
-from sppo.model.hf_writing import save_hf_weights
+from sppo.model.huggingface.writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from sppo.optim import sharded_state as sharded_state
 from sppo.optim.adamw import AdamW

@@ -17,10 +17,10 @@ from sppo.config import RunConfig
 from sppo.config.adapter import AdapterConfig
 from sppo.config.huggingface.model_config import model_fields, read_config
 from sppo.config.model import NOT_COMPUTED, ModelConfig
-from sppo.model.hf_digest import weights_digest
-from sppo.model.hf_reading import open_hf_weights
-from sppo.model.peft_format import peft_config
-from sppo.model.peft_weights import save_adapter
+from sppo.model.huggingface.digest import weights_digest
+from sppo.model.huggingface.peft_format import peft_config
+from sppo.model.huggingface.peft_weights import save_adapter
+from sppo.model.huggingface.reading import open_hf_weights
 from sppo.quoting import quoted
 from sppo.training.weights.base_weights import run_of, start_of
 from sppo.training.weights.starting_weights import checkpoint_weights

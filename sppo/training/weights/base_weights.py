@@ -13,7 +13,7 @@ from sppo.checkpoint.newest import Checkpoint, find_checkpoint, open_checkpoint
 from sppo.config import RunConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.cost.trainable import trainable_of_run
-from sppo.model.hf_digest import weights_digest
+from sppo.model.huggingface.digest import weights_digest
 from sppo.training.starting_checkpoint import provenance
 
 

@@ -19,10 +19,10 @@ from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.config import RunConfig
 from sppo.cost.parameters import choice_bias_shapes
 from sppo.cost.trainable import trainable_of_run
-from sppo.model.hf_reading import open_hf_weights
+from sppo.model.huggingface.merged_weights import MergedWeights
+from sppo.model.huggingface.peft_weights import open_adapter
+from sppo.model.huggingface.reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead, initial_weight
-from sppo.model.merged_weights import MergedWeights
-from sppo.model.peft_weights import open_adapter
 from sppo.training.weights.base_weights import has_base, run_of, start_of
 
 

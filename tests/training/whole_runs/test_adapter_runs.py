@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sppo.config import load_run
-from sppo.model.hf_writing import save_hf_weights
+from sppo.model.huggingface.peft_weights import open_adapter
+from sppo.model.huggingface.writing import save_hf_weights
 from sppo.model.initialize import initial_weights
-from sppo.model.peft_weights import open_adapter
 from sppo.training.evaluation.evaluated_run import evaluate
 from tests.conftest import RUN, refuse, succeed, write_run, write_tokens
 from tests.tiers import exhaustive

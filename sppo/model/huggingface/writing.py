@@ -23,9 +23,9 @@ from torch import Tensor
 
 from sppo.config.huggingface.model_config import hf_config
 from sppo.config.model import ModelConfig
-from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE
-from sppo.model.hf_layouts import assemble
-from sppo.model.hf_names import HfTensor, hf_tensors, stored_shapes
+from sppo.model.huggingface.files import INDEX_FILE, SINGLE_FILE
+from sppo.model.huggingface.layouts import assemble
+from sppo.model.huggingface.stored_tensors import HfTensor, hf_tensors, stored_shapes
 from sppo.output_file import (
     FULL_ERRNOS,
     check_unused_directory,

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.model.hf_files import StoredTensor, check_headers
-from sppo.model.hf_layouts import part_values
-from sppo.model.hf_names import HfPart, HfTensor, hf_tensors, stored_shapes
+from sppo.model.huggingface.files import StoredTensor, check_headers
+from sppo.model.huggingface.layouts import part_values
+from sppo.model.huggingface.stored_tensors import HfPart, HfTensor, hf_tensors, stored_shapes
 
 _DTYPES = {
     "F64": torch.float64,

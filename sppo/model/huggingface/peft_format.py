@@ -17,8 +17,15 @@ from sppo.config.huggingface.tensor_names import EXPERT
 from sppo.config.json_file import read_json
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import LORA_A, LORA_B, Trainable, is_factor, trainable_of
-from sppo.model.hf_files import StoredTensor, file_headers, tensor_faults
-from sppo.model.hf_names import HEAD, HfPart, HfTensor, head_rows, hf_tensors, names_of
+from sppo.model.huggingface.files import StoredTensor, file_headers, tensor_faults
+from sppo.model.huggingface.stored_tensors import (
+    HEAD,
+    HfPart,
+    HfTensor,
+    head_rows,
+    hf_tensors,
+    names_of,
+)
 from sppo.quoting import quoted
 
 CONFIG_FILE = "adapter_config.json"

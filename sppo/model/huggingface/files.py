@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from sppo.config.json_file import read_json
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape
-from sppo.model.hf_names import (
+from sppo.model.huggingface.stored_tensors import (
     HEAD,
     HfTensor,
     bare_name,

@@ -13,9 +13,16 @@ from torch import Tensor
 from sppo.config.adapter import AdapterConfig
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import trainable_of
-from sppo.model.hf_names import HEAD
-from sppo.model.hf_reading import HfWeights, read_stored
-from sppo.model.hf_writing import (
+from sppo.model.huggingface.peft_format import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    check_adapter,
+    peft_config,
+    peft_tensors,
+)
+from sppo.model.huggingface.reading import HfWeights, read_stored
+from sppo.model.huggingface.stored_tensors import HEAD
+from sppo.model.huggingface.writing import (
     DTYPES,
     HEADER_ROOM_BYTES,
     README_FILE,
@@ -24,13 +31,6 @@ from sppo.model.hf_writing import (
     whole_directory,
     write_settings,
     write_tensors,
-)
-from sppo.model.peft_format import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    check_adapter,
-    peft_config,
-    peft_tensors,
 )
 from sppo.output_file import check_unused_directory, write_text
 

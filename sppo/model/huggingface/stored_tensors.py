@@ -1,6 +1,6 @@
 """Tensors of Hugging Face files: their names, shapes, and the parameters that lie in them.
 
-One table serves reading and writing (:mod:`.hf_layouts`). A stored tensor is one or several SPPO
+One table serves reading and writing (:mod:`.layouts`). A stored tensor is one or several SPPO
 parameters stacked along the outputs, or the share of one expert in a parameter of all experts.
 """
 

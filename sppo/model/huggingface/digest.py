@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.config.model import ModelConfig
-from sppo.model.hf_files import check_headers
+from sppo.model.huggingface.files import check_headers
 
 _SAMPLE_BYTES = 4096
 
@@ -22,7 +22,7 @@ def weights_digest(directory: Path, model: ModelConfig) -> str:
     vocabulary projection that a tied model stores as well.
 
     Raises:
-        ValueError: As in :func:`.hf_files.check_headers`.
+        ValueError: As in :func:`.files.check_headers`.
         OSError: A file cannot be read.
     """
     digest, headers = hashlib.sha256(), dict[Path, tuple[int, dict[str, Any]]]()

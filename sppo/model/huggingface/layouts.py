@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from sppo.model.hf_names import HfPart, HfTensor
+from sppo.model.huggingface.stored_tensors import HfPart, HfTensor
 
 
 def part_values(stored: Tensor, tensor: HfTensor, part: HfPart) -> Tensor:

@@ -1,0 +1,1 @@
+"""Weights in the Hugging Face layout: names, reading, writing, and adapters of PEFT."""
