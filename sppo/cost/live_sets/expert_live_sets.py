@@ -54,8 +54,8 @@ def mlp_backward(s: TensorSizes) -> Iterator[LiveSet]:
     scratch = max(product_bytes(s), _weight_gradient_bytes(s))
     yield "expert inputs recomputed", base + rows_E + rows_F + product_bytes(s)
     yield "expert activation backward", base + rows_E + 2 * rows_F + scratch
-    # Rows of n2 and of two of their gradients, the activation, and rows of a gradient.
-    yield "expert backward", base + 3 * rows_E + 2 * rows_F + scratch
+    # Rows of n2 and of two of their gradients, and rows of the gradient of a gate or an up.
+    yield "expert backward", base + 3 * rows_E + rows_F + scratch
     yield "sum of gradients over experts", base + 2 * rows_E + s.hidden_bytes
     factors = s.adapter_bytes("shared_gate", "shared_up", "shared_down")
     of_shared = 3 * s.shared_bytes + 2 * s.hidden_bytes + 2 * factors
