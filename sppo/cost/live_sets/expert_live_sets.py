@@ -80,7 +80,9 @@ def _order_bytes(s: TensorSizes) -> int:
 
 
 def _weight_gradient_bytes(s: TensorSizes) -> int:
-    """Return the scratch of the weight gradient of an expert."""
+    """Return the scratch of the weight gradient of an expert; 0 on a GPU."""
+    if not s.threads:
+        return 0
     shapes = (
         shape[1:] for name, shape in s.kind.trained_matrices if parameter_kind(name) == "experts"
     )
