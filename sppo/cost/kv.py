@@ -25,7 +25,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
 from sppo.cost.layer_kinds import LayerKind, Shapes
 from sppo.cost.sharding.collectives import layer_gather_seconds
-from sppo.schedule.costs import Table
+from sppo.schedule.costs import SeenKV, Table
 from sppo.schedule.transfers.copies import KVPlacement
 
 
@@ -49,6 +49,19 @@ def kv_of_units(candidate: Candidate) -> tuple[Table, Table, Table]:
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
     rows, gradient_rows, passing_rows = _held_rows(candidate)
     return rows * kv_bytes, gradient_rows * gradient_bytes, passing_rows * kv_bytes
+
+
+def seen_kv_of_units(candidate: Candidate) -> SeenKV:
+    """Return the bytes of K and V that the queries of each subsequence see, [stages, N] each."""
+    kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
+    lengths, prefixes = np.array(candidate.lengths), np.array(candidate.prefixes)
+    seen, passing = np.zeros((2, candidate.num_stages, len(lengths)))
+    for stage, kinds in enumerate(candidate.kinds_of_layers):
+        for kind, count in kinds.items():
+            before = prefixes if kind.window is None else np.minimum(prefixes, kind.window - 1)
+            of_kind = seen if kind.has_backward else passing
+            of_kind[stage] += count * (before + lengths)
+    return SeenKV(seen * kv_bytes, passing * kv_bytes, seen * gradient_bytes)
 
 
 def kv_of_sequences(candidate: Candidate) -> tuple[Table, Table, Table]:

@@ -38,7 +38,13 @@ from sppo.cost.flops import (
     recomputed_linear_flops,
     recomputed_output_flops,
 )
-from sppo.cost.kv import kv_of_units, kv_offload_bytes, kv_recompute_seconds, windowed_kv_seconds
+from sppo.cost.kv import (
+    kv_of_units,
+    kv_offload_bytes,
+    kv_recompute_seconds,
+    seen_kv_of_units,
+    windowed_kv_seconds,
+)
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
     PART_NAMES,
@@ -68,7 +74,7 @@ from sppo.cost.sharding.weight_parts import (
 from sppo.cost.trainable import LORA_A, LORA_B
 from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
-from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
+from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, SeenKV, Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 _Values = TypeVar("_Values", Table, Counts)
@@ -296,6 +302,11 @@ def costs_without_activations(candidate: Candidate) -> Costs:
         unit_collectives_s=unit_collective_seconds(candidate)
         if candidate.zero == 2 and candidate.schedule == "sppo_msp"
         else (),
+        seen_kv=SeenKV(
+            *(_of_units(table, candidate.sequences) for table in seen_kv_of_units(candidate))
+        )
+        if candidate.schedule == "sppo_msp"
+        else None,
     )
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,21 @@ class LayerCopies:
     back: int
 
 
+class SeenKV(NamedTuple):
+    """Bytes of K and V up to each unit that its queries see, and of their gradients."""
+
+    kv_bytes: Table
+    """K and V of layers with a backward, the unit's own included, [num_stages, num_units]."""
+    passing_kv_bytes: Table
+    """K and V of layers without a backward."""
+    gradient_bytes: Table
+    """Gradients of `kv_bytes`."""
+
+    def at(self, index: Any) -> SeenKV:
+        """Return some of the entries of all tables."""
+        return SeenKV(*(table[index] for table in self))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
     """Costs of every action of a schedule.
@@ -106,6 +121,8 @@ class Costs:
         passing_kv_bytes: K/V of layers of (stage, unit) without a backward, which `kv_bytes` leaves
             out: kept to the last F of the sequence.
         kv_gradient_bytes: dK/dV of (stage, unit), live during a whole sequence's backward.
+        seen_kv: K and V that queries of (stage, unit) see, which MSP sends; None if they see those
+            of all units before.
         weight_bytes: Weights of a stage, which MSP sends to borrower ranks [num_stages].
         weight_gradient_bytes: Weight gradients, which borrowers send back [num_stages].
         context_slope: Growth of a token's compute per token before it, relative to the first
@@ -144,6 +161,7 @@ class Costs:
     state_copies: CopyEngines | None = None
     layer_copies: tuple[LayerCopies, ...] = ()
     unit_collectives_s: tuple[tuple[float, float], ...] = ()
+    seen_kv: SeenKV | None = None
 
     def __post_init__(self) -> None:
         stages, units = self.forward_s.shape
@@ -177,7 +195,8 @@ class Costs:
     def of_first_units(self, count: int) -> Costs:
         """Return the costs of the first `count` units alone."""
         tables = {name: getattr(self, name)[:, :count] for name in _STAGE_UNIT_TABLES}
-        return replace(self, message_bytes=self.message_bytes[:count], **tables)
+        seen = self.seen_kv and self.seen_kv.at((slice(None), slice(count)))
+        return replace(self, message_bytes=self.message_bytes[:count], seen_kv=seen, **tables)
 
     def of_stages(self, stages: Sequence[int]) -> Costs:
         """Return the costs of `stages` alone."""
@@ -186,6 +205,7 @@ class Costs:
         return replace(
             self,
             **tables,
+            seen_kv=self.seen_kv and self.seen_kv.at([*stages]),
             layer_copies=tuple(self.layer_copies[s] for s in stages if self.layer_copies),
             unit_collectives_s=tuple(
                 self.unit_collectives_s[s] for s in stages if self.unit_collectives_s

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sppo.schedule.actions import Lengths, Op
-from sppo.schedule.costs import Costs, Table
+from sppo.schedule.costs import Costs, SeenKV, Table
 from sppo.schedule.msp_groups import MspGroup
 from sppo.schedule.schedule import Schedule
 
@@ -25,15 +25,18 @@ def msp_seconds(
     same time, in the opposite direction of the weights. But a borrower has room for the K/V and
     their gradients of one layer only, so their transfers are waited for: all K/V up to the unit to
     the borrowers; the gradients of that K/V to the owner, which adds them up; and the unit's own
-    complete gradients back. A broadcast and a sum are pipelined and cost their bytes once.
+    complete gradients back. Of layers with a sliding window, K/V that the unit's queries see and
+    their gradients are sent. A broadcast and a sum are pipelined and cost their bytes once.
     Collectives of the owner's devices (ZeRO-2) take as long as for a whole unit.
     """
     seconds: dict[tuple[int, int], float] = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
-    kv, gradients = costs.kv_bytes, costs.kv_gradient_bytes
-    all_kv = kv + costs.passing_kv_bytes
-    kv_before, all_before, gradients_before = (
-        _before_units(table, lengths=schedule.lengths) for table in (kv, all_kv, gradients)
+    kv, passing = costs.kv_bytes, costs.passing_kv_bytes
+    seen = costs.seen_kv or SeenKV(
+        *(
+            _up_to_units(table, lengths=schedule.lengths)
+            for table in (kv, passing, costs.kv_gradient_bytes)
+        )
     )
     for slot, group in groups.items():
         at = stage, unit = divmod(slot, costs.num_units)
@@ -50,15 +53,17 @@ def msp_seconds(
             share = float(np.diff(compute).max() / compute[-1])
         weights, weight_gradients = costs.weight_bytes[stage], costs.weight_gradient_bytes[stage]
         backward_s = (costs.backward_s[at] + costs.weight_s[at]) * share
-        waited = kv_before[at] + kv[at] + gradients_before[at] + gradients[at] + kv[at]
+        own = kv[at] + passing[at]
+        before = seen.kv_bytes[at] + seen.passing_kv_bytes[at] - own
+        waited = seen.kv_bytes[at] + seen.gradient_bytes[at] + kv[at]
         collectives = costs.unit_collectives_s[stage] if costs.unit_collectives_s else (0.0, 0.0)
         for code, compute_s, streamed, collective_s, behind in (
             (
                 Op.F,
                 costs.forward_s[at] * share,
-                weights + all_before[at],
+                weights + before,
                 collectives[0],
-                all_kv[at],
+                own,
             ),
             (Op.B, backward_s, max(weights, weight_gradients), collectives[1], waited),
         ):
@@ -68,8 +73,9 @@ def msp_seconds(
     return seconds
 
 
-def _before_units(table: Table, *, lengths: Lengths) -> Table:
-    """Return the sum over the subsequences before each unit of its sequence, for every stage."""
+def _up_to_units(table: Table, *, lengths: Lengths) -> Table:
+    """Return the sum over the subsequences up to each unit of its sequence, for every stage."""
     ends = np.cumsum([len(parts) for parts in lengths])[:-1]
-    before = (np.pad(part[:, :-1], ((0, 0), (1, 0))) for part in np.split(table, ends, axis=1))
-    return np.concatenate([np.cumsum(part, axis=1) for part in before], axis=1)
+    return np.concatenate(
+        [np.cumsum(part, axis=1) for part in np.split(table, ends, axis=1)], axis=1
+    )

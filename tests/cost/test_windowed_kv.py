@@ -64,3 +64,14 @@ def test_recomputation_costs_two_products_of_backward(gemma):
     costs = costs_without_activations(gemma)
     passes = (costs.forward_s + costs.backward_s + costs.weight_s).sum()
     assert 0.005 < seconds.sum() / passes < 0.02
+
+
+def test_ranks_that_share_units_send_what_is_seen(gemma):
+    """Of layers with a window the unit's own keys and 1023 before; never those of other units."""
+    shared = replace(gemma, schedule="sppo_msp", pipeline_parallel_degree=2)
+    seen = costs_without_activations(shared).seen_kv
+    row_bytes = 2 * 2048 * 2
+    rows = [52 * (16384 + min(1023, 16384 * n)) + 10 * 16384 * (n + 1) for n in range(8)]
+    assert seen.kv_bytes.sum(axis=0) == pytest.approx([of_unit * row_bytes for of_unit in rows])
+    assert (seen.gradient_bytes == 2 * seen.kv_bytes).all()
+    assert costs_without_activations(gemma).seen_kv is None
