@@ -205,11 +205,7 @@ class Stage:
         return None
 
     def backward(
-        self,
-        unit: Unit,
-        dy_CE: Tensor | None,
-        *,
-        defer_weights: bool = False,
+        self, unit: Unit, dy_CE: Tensor | None, *, defer_weights: bool = False
     ) -> Tensor | None:
         """Run one unit backward.
 
