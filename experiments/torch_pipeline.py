@@ -109,9 +109,9 @@ class _Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return hidden ``[1, S, E]`` from tokens ``[1, S]`` on the first stage, or from hidden."""
         positions = torch.arange(x.shape[1])
-        table = rotary_table(
-            self._model, self._model.layer_type(0), positions, dtype=torch.bfloat16
-        )
+        rotation = self._model.layer_type(0).rotation
+        assert rotation is not None, "compared models rotate q and k"
+        table = rotary_table(self._model, rotation, positions, dtype=torch.bfloat16)
         cos, sin = (
             torch.cat([half, half], -1).squeeze(1).bfloat16() for half in (table.cos, table.sin)
         )

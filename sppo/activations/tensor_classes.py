@@ -58,10 +58,8 @@ def tensor_bytes_per_token(
         "o": nd * element_bytes,
         "lse": model.num_heads * max(_LSE_BYTES, element_bytes),
     }
-    if model.norm_placement == "pre":
-        sizes["x_mid"] = e * element_bytes
-    else:
-        sizes |= {"attention_out": e * element_bytes, "mlp_out": e * element_bytes}
+    outputs = ("attention_out", "mlp_out") if model.norms_outputs else ("x_mid",)
+    sizes |= dict.fromkeys(outputs, e * element_bytes)
     if model.qk_norm:
         sizes["k"] = model.kv_heads * model.head_dim * element_bytes
     for name, width in mlp_widths(model, layer_type).items():

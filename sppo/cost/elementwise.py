@@ -99,7 +99,7 @@ def layer_work(
     between: list[str] = []  # kernels on queries and keys between their projection and attention
     if model.qk_norm is not None:
         between.append(_QK_NORMS[model.qk_norm])
-    if layer_type.rope_theta is not None:
+    if layer_type.rotation is not None:
         between.append("rotary")
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     # Queries are saved before their norm, so backward recomputes its output.
@@ -120,7 +120,7 @@ def layer_work(
     ]
     recompute = [*([] if model.qk_norm else queries), *stream["recompute"]]
     recompute += mlp["linear_recompute"]
-    if model.norm_placement != "pre":  # of the output of the MLP
+    if model.norms_outputs:  # of the output of the MLP
         recompute += mlp["forward"]
     return {
         "forward": [*kv, *queries, *sinks, *stream["forward"], *mlp["forward"]],
@@ -139,22 +139,21 @@ def _stream_work(model: ModelConfig) -> Mapping[str, list[Work]]:
         "recompute" the stream in the middle of the layer.
     """
     e, norm = model.hidden_size, model.norm
-    norms_inputs, norms_outputs = (model.norm_placement in (one, "both") for one in ("pre", "post"))
     scale = [("scale", e)] * (model.residual_scale != 1)
     of_norm: Work = (norm, e)
-    normed_input, normed_output = ([of_norm] * has for has in (norms_inputs, norms_outputs))
+    normed_input, normed_output = [of_norm] * model.norms_inputs, [of_norm] * model.norms_outputs
     term = [*normed_output, *scale]
     middle = [*term, ("add", e)]
-    of_output = [*scale, *[(f"{norm}_backward", e)] * norms_outputs]
-    of_input = [(f"{norm}_add_backward" if norms_inputs else "add", e)]
+    of_output = [*scale, *[(f"{norm}_backward", e)] * model.norms_outputs]
+    of_input = [(f"{norm}_add_backward" if model.norms_inputs else "add", e)]
     backward = 2 * [*normed_input, *of_output, *of_input]
-    with_norm = [*term, (f"{norm}_add", e)] if norms_inputs else middle
+    with_norm = [*term, (f"{norm}_add", e)] if model.norms_inputs else middle
     return {
         "input": normed_input,
         "forward": [*with_norm, *middle],
         # With post norms the outputs before their norms are saved, and not the stream.
-        "backward": backward + middle * norms_outputs,
-        "recompute": [] if norms_outputs else middle,
+        "backward": backward + middle * model.norms_outputs,
+        "recompute": [] if model.norms_outputs else middle,
     }
 
 

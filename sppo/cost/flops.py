@@ -139,7 +139,7 @@ def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
     With post norms, the class has the output of the MLP.
     """
     inputs = ("gate", "up", "expert_gate", "expert_up", "shared_gate", "shared_up")
-    outputs = () if model.norm_placement == "pre" else DOWN
+    outputs = DOWN if model.norms_outputs else ()
     k = ("k",) if model.qk_norm else ()
     return ("q", "o", *inputs, *outputs, *k)
 
@@ -154,6 +154,6 @@ def recomputed_output_flops(model: ModelConfig, kind: LayerKind) -> int:
 
     With post norms, the class has the output before its norm.
     """
-    if model.norm_placement != "pre":
+    if model.norms_outputs:
         return 0
     return 2 * kind.weights_per_token(kind.projections(*DOWN))

@@ -105,8 +105,7 @@ def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ..
 @lru_cache(maxsize=256)
 def num_rotations(model: ModelConfig, trainable: Trainable) -> int:
     """Return the number of different rotations of q and k that the layers have; cached."""
-    types = [kind.type for kind in layer_kinds(model, trainable)]
-    return len({(own.rope_theta, own.rope_scaled) for own in types if own.rope_theta is not None})
+    return len({kind.type.rotation for kind in layer_kinds(model, trainable)} - {None})
 
 
 @lru_cache(maxsize=128)

@@ -24,7 +24,6 @@ COLUMNS = ("o", "down")
 """Projections that Megatron shards by columns; one device holds the bias, which is added to the
 group's sum. `ROWS` are sharded by rows, including their biases, and sinks by heads."""
 
-_PLACEMENTS = ("pre", "post")
 _KINDS = {
     **dict.fromkeys(("embed", "positions"), "embed"),
     **dict.fromkeys(("gate", "up", "down"), "mlp"),
@@ -39,9 +38,8 @@ def layer_shapes(model: ModelConfig, layer: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of a layer, by name without the ``layers.i.`` prefix."""
     e, d = model.hidden_size, model.head_dim
     heads, kv_heads, bias = model.num_heads, model.kv_heads, model.qkv_bias
-    normed_inputs, normed_outputs = (model.norm_placement in (one, "both") for one in _PLACEMENTS)
     shapes: dict[str, Shape] = {}
-    if normed_inputs:
+    if model.norms_inputs:
         shapes |= _norm("attention_norm", model)
     for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
         shapes |= _linear(name, count * d, e, bias=bias)
@@ -54,15 +52,15 @@ def layer_shapes(model: ModelConfig, layer: int) -> dict[str, Shape]:
     if model.attention_sinks:
         shapes["sinks.weight"] = (heads,)
     shapes |= _linear("o", e, heads * d, bias=model.output_bias)
-    if normed_outputs:
+    if model.norms_outputs:
         shapes |= _norm("attention_post_norm", model)
-    if normed_inputs:
+    if model.norms_inputs:
         shapes |= _norm("mlp_norm", model)
     if model.experts is not None and model.layer_type(layer).routed:
         shapes |= _expert_shapes(model.experts, width=e)
     else:
         shapes |= _mlp("", e, model.mlp_size, gated=model.gated, bias=model.mlp_bias)
-    if normed_outputs:
+    if model.norms_outputs:
         shapes |= _norm("mlp_post_norm", model)
     return shapes
 

@@ -311,19 +311,8 @@ def costs_without_activations(candidate: Candidate) -> Costs:
 
 
 def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> Table:
-    """Return the seconds of recomputation in backward, [stages, units].
-
-    A layer whose input is not saved repeats the down projection of the layer below: these FLOPs
-    count as a share of those of the linear class.
-    """
-    workload, seconds = candidate.workload, stage_seconds(candidate)
-    layers = np.maximum(1, candidate.backward_layers)
-    unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
-    output, again = (
-        candidate.sums_over_layers(partial(flops, workload.model))
-        for flops in (recomputed_output_flops, recomputed_linear_flops)
-    )
-    output_share = unsaved * (output / again)
+    """Return the seconds of recomputation in backward, [stages, units]."""
+    seconds, output_share = stage_seconds(candidate), _output_share(candidate)
     share = placement.recomputed / np.array(candidate.lengths)[None, :, None]
     linear, attention = (
         _of_units(table, candidate.sequences)
@@ -331,6 +320,21 @@ def _recompute_seconds(candidate: Candidate, placement: ActivationPlacement) -> 
     )
     result: Table = seconds.linear_recompute * linear + seconds.attention_recompute * attention
     return result
+
+
+@lru_cache(maxsize=8)
+def _output_share(candidate: Candidate) -> Table:
+    """Return the share of the linear class that unsaved inputs take to recompute, [stages]; cached.
+
+    A layer whose input is not saved repeats the down projection of the layer below.
+    """
+    layers = np.maximum(1, candidate.backward_layers)
+    unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
+    output, again = (
+        candidate.sums_over_layers(partial(flops, candidate.workload.model))
+        for flops in (recomputed_output_flops, recomputed_linear_flops)
+    )
+    return unsaved * (output / again)
 
 
 def _layer_copies(candidate: Candidate, stage: int) -> LayerCopies:
@@ -345,8 +349,9 @@ def _layer_copies(candidate: Candidate, stage: int) -> LayerCopies:
     return LayerCopies(len(layers), leaving, PREFETCH_LAYERS)
 
 
+@lru_cache(maxsize=8)
 def row_bytes_of(candidate: Candidate) -> Table:
-    """Return the bytes of a row of each tensor class in all layers of a stage, [stages, 3].
+    """Return the bytes of a row of each tensor class in all layers of a stage, [stages, 3]; cached.
 
     Bytes are those of one device of the sequence-parallel group. Layers without backward save none.
     """
@@ -373,8 +378,9 @@ def shared_input_bytes_of(candidate: Candidate) -> Table:
     return sharing * float(input_bytes) / workload.sequence_parallel_degree
 
 
+@lru_cache(maxsize=8)
 def chosen_bytes_of(candidate: Candidate) -> Table:
-    """Return the bytes of a token's chosen experts in all layers of a stage, [stages]."""
+    """Return the bytes of a token's chosen experts in all layers of a stage, [stages]; cached."""
     workload = candidate.workload
     found = candidate.sums_over_layers(
         lambda kind: chosen_bytes_per_token(workload.model, kind.type) * kind.has_backward

@@ -154,15 +154,17 @@ class ExpertMlp:
         weigh_(dhidden, weights_Ck)
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
-        assert inner.dgate_CF is not None, "experts have a gate"
+        hidden, dgate, dup = inner.hidden_CF, inner.dgate_CF, inner.dup_CF
+        assert dgate is not None, "experts have a gate"
+        del inner
         if gradients.trains("expert_down.weight"):
-            hidden_RF = order.rows_of_pairs(weigh_(inner.hidden_CF, weights_Ck))
+            hidden_RF = order.rows_of_pairs(weigh_(hidden, weights_Ck))
             order.give(gradients, "expert_down.weight", dy_RE, hidden_RF)
             del hidden_RF
-        del dy_RE
+        del dy_RE, hidden
         x_RE = order.rows_of_tokens(n2_CE)
-        dx_RE = self._projection_backward("up", inner.dup_CF, x_RE, order, gradients)
-        dx_RE += self._projection_backward("gate", inner.dgate_CF, x_RE, order, gradients)
+        dx_RE = self._projection_backward("up", dup, x_RE, order, gradients)
+        dx_RE += self._projection_backward("gate", dgate, x_RE, order, gradients)
         del x_RE
         return order.sum_of_pairs(dx_RE)
 

@@ -251,7 +251,7 @@ class Layer:
         """
         if not saved.keys() & {"x_mid", "attention_out"}:
             out = self._attention_output(saved["o"])
-            if self._residual.norms_outputs:
+            if self.model.norms_outputs:
                 saved["attention_out"] = out
             else:
                 saved["x_mid"] = self._residual.add_attention(saved["x_in"], out)
@@ -264,7 +264,7 @@ class Layer:
             saved.update(self._mlp.inputs(n2, known))
             del n2
         out = self._mlp_output(saved)
-        if self._residual.norms_outputs:
+        if self.model.norms_outputs:
             saved["mlp_out"] = out
         return self._residual.term("mlp_post_norm", out).add_(x_mid)
 
@@ -316,7 +316,7 @@ class Layer:
 
     def _saved_middle(self, saved: Saved, rows: int = 0) -> Tensor:
         """Return ``x_mid`` of the tokens from ``rows`` on, saved or from its saved terms."""
-        if not self._residual.norms_outputs:
+        if not self.model.norms_outputs:
             return saved["x_mid"][rows:]
         return self._residual.add_attention(saved["x_in"][rows:], saved["attention_out"][rows:])
 
@@ -329,9 +329,8 @@ class Layer:
             return None, x_mid
         if out is None:
             out = self._attention_output(o_CQ)
-        return (out if self._residual.norms_outputs else None), self._residual.add_attention(
-            x_in_CE, out
-        )
+        x_mid = self._residual.add_attention(x_in_CE, out)
+        return (out if self.model.norms_outputs else None), x_mid
 
     def _mlp_backward(
         self, dy_CE: Tensor, x_mid_CE: Tensor, saved: Saved, gradients: GradientSink
@@ -340,7 +339,7 @@ class Layer:
         n2 = self._residual.normed_input("mlp_norm", x_mid_CE)
         inputs = {name: saved.pop(name) for name in self._mlp.names & saved.keys()}
         out = saved.pop("mlp_out", None)
-        if out is None and self._residual.norms_outputs:
+        if out is None and self.model.norms_outputs:
             inputs = self._mlp.inputs(n2, inputs)
             out = self._mlp_output(inputs)
         dout = self._residual.term_backward("mlp_post_norm", dy_CE, out, gradients)

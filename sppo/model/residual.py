@@ -51,7 +51,7 @@ class Residual:
     def middle(self, x_CE: Tensor, out_CE: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x_mid, input of the MLP with all tokens) for the output of attention."""
         x_mid = self.term("attention_post_norm", out_CE)
-        if not self.norms_inputs:
+        if not self.model.norms_inputs:
             return x_mid.add_(x_CE), self.tokens.gather(x_mid)
         n2 = add_norm_(self.model, "mlp_norm", x_mid, x_CE, self.weights)
         return x_mid, self.tokens.gather(n2)
@@ -62,7 +62,7 @@ class Residual:
 
     def normed_input(self, name: str, x_CE: Tensor) -> Tensor:
         """Return the input of projections, ``[C, E]``: the stream or its norm, all tokens."""
-        if self.norms_inputs:
+        if self.model.norms_inputs:
             x_CE = norm(self.model, name, x_CE, self.weights)
         return self.tokens.gather(x_CE)
 
@@ -79,7 +79,7 @@ class Residual:
         ``dn_CE``, the gradient through the projections, is overwritten.
         """
         dn_CE = self.tokens.scatter_sum(dn_CE)
-        if not self.norms_inputs:
+        if not self.model.norms_inputs:
             return dn_CE.add_(dresidual_CE)
         return norm_backward(
             self.model, name, dn_CE, x_CE, self.weights, gradients, dresidual_CE=dresidual_CE
@@ -87,7 +87,7 @@ class Residual:
 
     def term(self, name: str, out_CE: Tensor) -> Tensor:
         """Return what an output adds to the stream; overwrites the output if it has no norm."""
-        if self.norms_outputs:
+        if self.model.norms_outputs:
             out_CE = norm(self.model, name, out_CE, self.weights)
         scale = self.model.residual_scale
         return out_CE if scale == 1 else out_CE.mul_(scale)
@@ -98,17 +98,7 @@ class Residual:
         """Return the gradient of :meth:`term`'s output, which a norm needs."""
         scale = self.model.residual_scale
         dterm_CE = dterm_CE if scale == 1 else dterm_CE * scale
-        if not self.norms_outputs:
+        if not self.model.norms_outputs:
             return dterm_CE
         assert out_CE is not None, "a norm needs its input"
         return norm_backward(self.model, name, dterm_CE, out_CE, self.weights, gradients)
-
-    @property
-    def norms_inputs(self) -> bool:
-        """True if attention and the MLP read norms of the residual stream."""
-        return self.model.norm_placement != "post"
-
-    @property
-    def norms_outputs(self) -> bool:
-        """True if the outputs of attention and of the MLP are normed before they are added."""
-        return self.model.norm_placement != "pre"

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from sppo.config.model import LayerType, ModelConfig, RopeScaling
+from sppo.config.model import ModelConfig, RopeScaling, Rotation
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.rotary import RotaryTable
 
@@ -28,63 +28,60 @@ class RotaryTables:
 
     def __init__(self, model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype) -> None:
         self._model, self._positions_C, self._dtype = model, positions_C, dtype
-        self._made: dict[tuple[float, bool], RotaryTable] = {}
+        self._made: dict[Rotation, RotaryTable] = {}
 
     def of_layer(self, layer: int) -> RotaryTable | None:
         """Return the table of `layer`; None if it does not rotate."""
-        layer_type = self._model.layer_type(layer)
-        if layer_type.rope_theta is None:
+        rotation = self._model.layer_type(layer).rotation
+        if rotation is None:
             return None
-        key = layer_type.rope_theta, layer_type.rope_scaled
-        if key not in self._made:
-            self._made[key] = rotary_table(
-                self._model, layer_type, self._positions_C, dtype=self._dtype
+        if rotation not in self._made:
+            self._made[rotation] = rotary_table(
+                self._model, rotation, self._positions_C, dtype=self._dtype
             )
-        return self._made[key]
+        return self._made[rotation]
 
 
 def rotary_table(
-    model: ModelConfig, layer_type: LayerType, positions_C: Tensor, *, dtype: torch.dtype
+    model: ModelConfig, rotation: Rotation, positions_C: Tensor, *, dtype: torch.dtype
 ) -> RotaryTable:
     """Return the cosine and sine of each position's angles, ``[C, 1, P]`` of P pairs.
 
     Args:
         model: Model configuration.
-        layer_type: Type of a layer that rotates q and k.
+        rotation: Rotation of a layer.
         positions_C: Token positions, any integers.
         dtype: Type of the activations; the table is in fp32, or float64 for float64.
     """
     acc_dtype = accumulation_dtype(dtype)
-    frequencies, scale = _frequencies_on(positions_C.device, model, layer_type, acc_dtype)
+    frequencies, scale = _frequencies_on(positions_C.device, model, rotation, acc_dtype)
     angles = positions_C.to(acc_dtype)[:, None] * frequencies
     return RotaryTable((angles.cos() * scale).unsqueeze(1), (angles.sin() * scale).unsqueeze(1))
 
 
 @functools.lru_cache(maxsize=8)
 def _frequencies_on(
-    device: torch.device, model: ModelConfig, layer_type: LayerType, dtype: torch.dtype
+    device: torch.device, model: ModelConfig, rotation: Rotation, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
     """Return the frequencies on the device, cached because the copy would block the host."""
-    frequencies, scale = rotary_frequencies(model, layer_type, dtype=dtype)
+    frequencies, scale = rotary_frequencies(model, rotation, dtype=dtype)
     return frequencies.to(device), scale
 
 
 def rotary_frequencies(
-    model: ModelConfig, layer_type: LayerType, *, dtype: torch.dtype
+    model: ModelConfig, rotation: Rotation, *, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
     """Return (radians per token for each of P pairs, factor of cosine and sine)."""
-    size, theta = model.rotary_size, layer_type.rope_theta
-    assert theta is not None, "layers without rotation have no frequencies"
-    scaling = model.rope_scaling if layer_type.rope_scaled else None
+    size, scaling = model.rotary_size, model.rope_scaling if rotation.is_scaled else None
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
-    frequencies = 1.0 / (theta**exponents)
+    frequencies = 1.0 / (rotation.theta**exponents)
     if scaling is None:
         return frequencies, 1.0
     if scaling.type == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.type == "llama3":
         return _llama3(frequencies, scaling), 1.0
-    return _yarn(frequencies, scaling, theta=theta, size=size)
+    return _yarn(frequencies, scaling, theta=rotation.theta, size=size)
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -12,6 +12,7 @@ from sppo.activations.activation_layout import (
     offload_schedule,
     order_of_use,
 )
+from sppo.activations.policy import saved_bytes_per_token
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS
@@ -97,3 +98,25 @@ def test_k_and_v_return_one_between_two_layers_and_the_rest_after_the_backward()
 
 def test_k_and_v_return_before_the_backward_that_reads_them():
     assert use_order("0H2D_KV0.0 0B0.0") == "kv0.0.3 kv0.0.4 kv0.0.5 0.0.5 0.0.4 0.0.3"
+
+
+def test_layers_of_two_types_have_blocks_of_their_own_and_keep_the_choice_of_experts():
+    """Layers 0 and 1 are dense; of layers that share an input, one without keeps its choice."""
+    experts = {"count": 4, "per_token": 3, "mlp_size": 48, "dense_layers": 2}
+    model = ModelConfig(**{**PRESETS["tiny-test"], "num_layers": 4, "experts": experts})
+    blocks = BlockLayout(model, layers=range(4), element_bytes=4, input_every=2)
+    placement = SubsequencePlacement((24, 24, 24), (40, 40, 40), (0, 0, 0))
+    stage = ActivationLayout(blocks, {(0, 0): (placement,)})
+    for layer in range(4):
+        offloaded, retained = stage.tensor_rows((0, 0), layer)
+        assert ("x_in" in offloaded) == (layer % 2 == 0)
+        assert retained.get("chosen") == (64 if layer >= 2 else None)
+        assert "chosen" not in offloaded
+    without, with_more = (
+        stage.extents()[ActivationKey(0, 0, layer)].size_bytes for layer in (1, 3)
+    )
+    more_bytes = 2 * (3 * 48 - model.mlp_size) * 40 * 4
+    assert 0 <= with_more - without - more_bytes < BLOCK_ALIGNMENT_BYTES
+    held = 24 * saved_bytes_per_token("retain", model, layers=range(4), element_bytes=4)
+    held += 2 * (64 - 24) * 6 - 2 * 24 * model.hidden_size * 4
+    assert stage.retained_bytes((0, 0)) == held

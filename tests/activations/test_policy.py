@@ -40,6 +40,28 @@ def test_bytes_of_a_published_shape():
     assert saved == [90240, 16512, 8192]
 
 
+def test_norms_of_outputs_save_what_they_norm():
+    normed = LLAMA.model_copy(update={"norm_placement": "both"})
+    pre, both = saved_of("retain", LLAMA), saved_of("retain", normed)
+    assert both == pre - {"x_mid"} | {"attention_out", "mlp_out"}
+
+
+def test_layers_with_experts_save_rows_of_each_choice_and_always_the_choice():
+    """GLM 4.5 Air in bf16: first layer dense, F = 10944; then 8 of 128 experts, F = 1408."""
+    model = ModelConfig.model_validate(PRESETS["glm-4.5-air"])
+    experts, widths = model.experts, {}
+    assert experts is not None
+    for layer in (0, 1):
+        sizes = tensor_bytes_per_token(model, model.layer_type(layer), element_bytes=2)
+        widths[layer] = {name: sizes.get(name) for name in ("up", "shared_gate", "chosen")}
+    assert widths[0] == {"up": 2 * 10944, "shared_gate": None, "chosen": None}
+    assert widths[1] == {"up": 2 * 8 * 1408, "shared_gate": 2 * 1408, "chosen": 2 * 8}
+    assert saved_tensors("recompute", model, model.layer_type(0)) == {"x_in"}
+    assert saved_tensors("recompute", model, model.layer_type(1)) == {"x_in", "chosen"}
+    both = saved_bytes_per_token("recompute", model, layers=range(2), element_bytes=2)
+    assert both == 2 * 2 * model.hidden_size + 2 * 8
+
+
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_log_sum_exp_is_never_narrower_than_fp32(element_bytes):
     assert tensor_bytes_per_token(GPT, GPT.layer_type(0), element_bytes=element_bytes)[

@@ -1,6 +1,7 @@
 import pytest
 
 from sppo.config import PRESETS, ModelConfig
+from sppo.config.huggingface.model_config import hf_config, model_fields
 from sppo.config.loading import expand_model
 from sppo.cost.parameters import num_parameters
 
@@ -53,6 +54,29 @@ def test_published_models_have_as_many_parameters_as_published(preset, billions)
 )
 def test_reported_models_have_about_as_many_parameters_as_reported(preset, billions):
     assert num_parameters(model(preset=preset)) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("preset", "family"),
+    {
+        "ministral-8b": "ministral",
+        "phi-4": "phi3",
+        "smollm3-3b": "smollm3",
+        "olmo-3-7b": "olmo3",
+        "gemma-3-27b": "gemma3_text",
+        "qwen3-235b-a22b": "qwen3_moe",
+        "gpt-oss-120b": "gpt_oss",
+        "mixtral-8x7b": "mixtral",
+        "glm-4.5-air": "glm4_moe",
+    }.items(),
+)
+def test_published_models_are_those_of_their_families(preset, family):
+    shape = model(preset=preset)
+    written = hf_config(shape, dtype="bf16")
+    assert written["model_type"] == family
+    read = ModelConfig.model_validate({**model_fields(written), "preset": preset})
+    unnamed = [one.model_copy(update={"family": None}) for one in (read, shape)]
+    assert unnamed[0] == unnamed[1]
 
 
 @pytest.mark.parametrize(("preset", "billions"), [("gpt-7b", 7), ("gpt-13b", 13), ("gpt-65b", 65)])

@@ -40,6 +40,16 @@ TWO_LAYERS = {
         "num_kv_heads": 4, "head_size": 128, "mlp_size": 3072, "qk_norm": "head",
         "experts": {"count": 16, "per_token": 4, "mlp_size": 512, "normalize": True},
     },
+    "norms of outputs": {
+        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
+        "num_kv_heads": 4, "mlp_size": 4096, "norm_placement": "post", "qk_norm": "all",
+        "sliding_window": 2048, "layer_types": ["full", "sliding"], "sliding_rope_theta": 1e4,
+    },
+    "sinks": {
+        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
+        "num_kv_heads": 4, "mlp_size": 4096, "mlp": "swiglu_clamped", "attention_sinks": True,
+        "norm_placement": "both", "residual_scale": 0.5,
+    },
     "large vocabulary": {
         "vocab_size": 128256, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "mlp_size": 1024,
     },

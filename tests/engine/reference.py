@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo.config.model import LayerType, ModelConfig
+from sppo.config.model import LayerType, ModelConfig, Rotation
 from sppo.config.routing import NO_ROUTING_LOSSES, RoutingConfig
 from sppo.cost.trainable import Trainable
 from sppo.engine.unit import SequenceData, document_positions
@@ -160,8 +160,8 @@ def _attention(
     q, k, v = (x.view(len(n1_SE), -1, model.head_dim) for x in (q, k, v))
     if model.qk_norm == "head":
         q, k = _qk_norm(model, weights, prefix, q, k)
-    if layer_type.rope_theta is not None:
-        q, k = (_rotate(model, layer_type, x, positions_S) for x in (q, k))
+    if layer_type.rotation is not None:
+        q, k = (_rotate(model, layer_type.rotation, x, positions_S) for x in (q, k))
     visible = visible_pairs(
         len(n1_SE), len(n1_SE), window=layer_type.window, document_starts=data.document_starts
     )
@@ -225,11 +225,9 @@ def _rms(model: ModelConfig, x: Tensor, weight: Tensor) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def _rotate(
-    model: ModelConfig, layer_type: LayerType, x_SHD: Tensor, positions_S: Tensor
-) -> Tensor:
+def _rotate(model: ModelConfig, rotation: Rotation, x_SHD: Tensor, positions_S: Tensor) -> Tensor:
     wide = torch.promote_types(x_SHD.dtype, torch.float32)
-    frequencies, scale = rotary_frequencies(model, layer_type, dtype=wide)
+    frequencies, scale = rotary_frequencies(model, rotation, dtype=wide)
     turn = torch.polar(
         torch.full((len(positions_S), 1, len(frequencies)), scale, dtype=wide),
         (positions_S.to(wide)[:, None] * frequencies).unsqueeze(1),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo.kernels import cross_entropy, elementwise, fused, rotary, sinks
+from sppo.kernels import cross_entropy, elementwise, fused, grouped, rotary, sinks
 from sppo.kernels.attention import interface, merged_output
 from sppo.kernels.attention.choice import KERNELS
 from tests.engine.models import (
@@ -17,6 +17,7 @@ from tests.kernels.places import need_triton
 from tests.tiers import default_of
 
 SOME_VARIANTS = (
+    "experts, first layer dense",
     "gqa, q/k-norm",
     "mqa, window, biases",
     "gpt",
@@ -34,7 +35,7 @@ def triton_everywhere(monkeypatch):
     """As on a GPU: for norms, activations, rotary turns, the loss, and merges of attention."""
     need_triton("cpu")
     monkeypatch.setattr(interface, "kernel_of", lambda call: KERNELS["torch_blocks"])
-    for module in (fused, elementwise, rotary, merged_output, cross_entropy, sinks):
+    for module in (fused, elementwise, grouped, rotary, merged_output, cross_entropy, sinks):
         monkeypatch.setattr(module, "fused", lambda x: True)
 
 

@@ -3,7 +3,8 @@
 The families as they are by default: tests/test_hf_training.py.
 
 In float32 each side is off by its own rounding: 1e-5 of a tensor's largest value (a hundred units
-in the last place; up to 4e-6 is measured). In float64 GPT-2 has to agree to 1e-10; the other
+in the last place; up to 7e-6 is measured, and 2e-5 in six layers with norms of their outputs, which
+multiply it). In float64 GPT-2 has to agree to 1e-10; the other
 families compute norms and rotary positions in float32 whatever their dtype, so nothing is gained.
 """
 
@@ -31,7 +32,8 @@ CASES = [
     ("granite", {}),
     ("olmo2", {}),
     ("olmo3", {}),
-    # Norms of twice the usual size multiply rounding: six layers are off by 2e-5.
+    ("arcee", {}),
+    ("exaone4", {"num_hidden_layers": 4}),
     ("gemma3_text", {"num_hidden_layers": 3}),
     ("glm4", {}),
     ("gpt_oss", {}),

@@ -53,7 +53,9 @@ def both(case, monkeypatch):
 def test_frequencies_are_theirs(case, monkeypatch):
     """To the last bit in fp32; a YaRN that stretches by one blends a number with itself."""
     theirs, model = both(case, monkeypatch)
-    frequencies, scale = rotary_frequencies(model, model.layer_type(0), dtype=torch.float32)
+    frequencies, scale = rotary_frequencies(
+        model, model.layer_type(0).rotation, dtype=torch.float32
+    )
     assert frequencies.dtype is torch.float32
     rounding = 1.2e-7 if case == "yarn, factor 1" else 0
     torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=rounding, atol=0)
@@ -69,9 +71,9 @@ def test_tables_are_theirs_at_far_positions(case, monkeypatch):
     theirs, model = both(case, monkeypatch)
     positions = torch.tensor([0, 1, 2, 1000, 65_535, 131_071])
     cos, sin = theirs(torch.zeros(1), positions[None])
-    table = rotary_table(model, model.layer_type(0), positions, dtype=torch.float32)
+    table = rotary_table(model, model.layer_type(0).rotation, positions, dtype=torch.float32)
     half = model.head_dim // 2
-    frequencies, _ = rotary_frequencies(model, model.layer_type(0), dtype=torch.float32)
+    frequencies, _ = rotary_frequencies(model, model.layer_type(0).rotation, dtype=torch.float32)
     slack = (frequencies - theirs.inv_freq).abs() * 131_072 * 2
     for ours, expected in ((table.cos, cos), (table.sin, sin)):
         error = (ours[:, 0] - expected[0, :, :half]).abs()
@@ -80,8 +82,12 @@ def test_tables_are_theirs_at_far_positions(case, monkeypatch):
 
 def test_float64_models_get_float64_angles_and_bf16_models_fp32():
     model = ModelConfig.model_validate(PRESETS["llama-3.2-1b"])
-    wide = rotary_table(model, model.layer_type(0), torch.tensor([131_071]), dtype=torch.float64)
-    narrow = rotary_table(model, model.layer_type(0), torch.tensor([131_071]), dtype=torch.bfloat16)
+    wide = rotary_table(
+        model, model.layer_type(0).rotation, torch.tensor([131_071]), dtype=torch.float64
+    )
+    narrow = rotary_table(
+        model, model.layer_type(0).rotation, torch.tensor([131_071]), dtype=torch.bfloat16
+    )
     assert (wide.cos.dtype, narrow.cos.dtype) == (torch.float64, torch.float32)
     error = (wide.cos - narrow.cos.double()).abs().max()
     assert 1e-9 < error < 0.02

@@ -65,6 +65,14 @@ def test_units_of_many_samples_are_not_shared():
     assert str(refused.value) == rule
 
 
+def test_sequences_whose_experts_are_balanced_are_not_shared():
+    asked = {"multiplexed": "on", "pipeline_parallel_degree": 2}
+    run = run_config("gpt-oss-20b", length="32Ki", parallel=asked, routing={"balance_loss": 0.01})
+    ((key, rule),) = degree_problems(run, degrees=Degrees.of_run(run))
+    assert key in asked
+    assert "routing.balance_loss needs the loads of all of it" in rule
+
+
 @pytest.mark.parametrize("shards", [{"sequence_parallel": "megatron"}, {"zero": 3}])
 def test_on_one_pipeline_rank_the_schedule_shares_nothing(shards):
     run = run_config("llama-3.2-1b", length="32Ki", parallel={"schedule": "sppo_msp", **shards})

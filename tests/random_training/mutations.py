@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 
+from sppo.config.model import Rotation
 from sppo.cost.trainable import is_factor
 from sppo.engine import engine, stage_providers
 from sppo.engine.attention import kv_store, partial_kv, prefix_attention
@@ -309,9 +310,8 @@ def one_rotation() -> Iterator[None]:
     """Layers with a window rotate with the base of the others."""
     table = rope.rotary_table
 
-    def of_full_layers(model: Any, layer_type: Any, *arguments: Any, **options: Any) -> Any:
-        scaled = model.rope_scaling is not None
-        full = layer_type._replace(rope_theta=model.rope_theta, rope_scaled=scaled)
+    def of_full_layers(model: Any, rotation: Any, *arguments: Any, **options: Any) -> Any:
+        full = Rotation(model.rope_theta, model.rope_scaling is not None)
         return table(model, full, *arguments, **options)
 
     with patch.object(rope, "rotary_table", of_full_layers):

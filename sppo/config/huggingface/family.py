@@ -130,7 +130,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
         ["full" if kind.window is None else "sliding" for kind in types]
     )
     if model.position == "rotary":
-        fields["rotary_layers"] = shortest_pattern([kind.rope_theta is not None for kind in types])
+        fields["rotary_layers"] = shortest_pattern([kind.rotation is not None for kind in types])
     if not windows:
         fields["sliding_window"] = None
     if not windows or (model.rope_scaling is None and model.sliding_rope_theta == model.rope_theta):

@@ -136,8 +136,8 @@ class RotaryLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key."""
-        thetas = [model.layer_type(layer).rope_theta for layer in range(model.num_layers)]
-        return {"no_rope_layers": [int(theta is not None) for theta in thetas]}
+        rotations = [model.layer_type(layer).rotation for layer in range(model.num_layers)]
+        return {"no_rope_layers": [int(rotation is not None) for rotation in rotations]}
 
 
 class DenseLayers:

@@ -10,7 +10,7 @@ from sppo.config.model.decoder import (
     upgraded_fields,
 )
 from sppo.config.model.experts import Experts
-from sppo.config.model.layer_type import LayerType
+from sppo.config.model.layer_type import LayerType, Rotation
 from sppo.config.model.rope_scaling import RopeScaling
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "LayerType",
     "ModelConfig",
     "RopeScaling",
+    "Rotation",
     "upgraded_fields",
 ]

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from sppo.config.base import MOST_LAYERS, Directory, Layers, Section, Tokens, Width
 from sppo.config.model.experts import Experts
-from sppo.config.model.layer_type import LayerType
+from sppo.config.model.layer_type import LayerType, Rotation
 from sppo.config.model.rope_scaling import RopeScaling
 
 Family = Literal[
@@ -223,6 +223,16 @@ class ModelConfig(Section):
         return self.mlp in GATED_ACTIVATIONS
 
     @property
+    def norms_inputs(self) -> bool:
+        """True if attention and the MLP read norms of the residual stream."""
+        return self.norm_placement != "post"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """True if the outputs of attention and of the MLP are normed before they are added."""
+        return self.norm_placement != "pre"
+
+    @property
     def windows(self) -> frozenset[int | None]:
         """Sliding windows that the layers have; None stands for layers that attend to all keys."""
         return frozenset(self.layer_type(layer).window for layer in range(self.num_layers))
@@ -240,12 +250,12 @@ class ModelConfig(Section):
         rotary = self.position == "rotary"
         if self.rotary_layers is not None:
             rotary = rotary and self.rotary_layers[layer % len(self.rotary_layers)]
-        own_theta = sliding and self.sliding_rope_theta is not None
-        theta = self.sliding_rope_theta if own_theta else self.rope_theta
+        rotation = Rotation(self.rope_theta, self.rope_scaling is not None)
+        if sliding and self.sliding_rope_theta is not None:
+            rotation = Rotation(self.sliding_rope_theta, is_scaled=False)
         return LayerType(
             window=self.sliding_window if sliding else None,
-            rope_theta=theta if rotary else None,
-            rope_scaled=rotary and not own_theta and self.rope_scaling is not None,
+            rotation=rotation if rotary else None,
             routed=self.experts is not None and layer >= self.experts.dense_layers,
         )
 

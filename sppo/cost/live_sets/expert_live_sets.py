@@ -54,8 +54,8 @@ def mlp_backward(s: TensorSizes) -> Iterator[LiveSet]:
     scratch = max(product_bytes(s), _weight_gradient_bytes(s))
     yield "expert inputs recomputed", base + rows_E + rows_F + product_bytes(s)
     yield "expert activation backward", base + rows_E + 2 * rows_F + scratch
-    # Rows of n2 and of two of their gradients, the activation, and rows of a gradient.
-    yield "expert backward", base + 3 * rows_E + 2 * rows_F + scratch
+    # Rows of n2 and of two of their gradients, and rows of the gradient of a gate or an up.
+    yield "expert backward", base + 3 * rows_E + rows_F + scratch
     yield "sum of gradients over experts", base + 2 * rows_E + s.hidden_bytes
     factors = s.adapter_bytes("shared_gate", "shared_up", "shared_down")
     of_shared = 3 * s.shared_bytes + 2 * s.hidden_bytes + 2 * factors
@@ -80,7 +80,9 @@ def _order_bytes(s: TensorSizes) -> int:
 
 
 def _weight_gradient_bytes(s: TensorSizes) -> int:
-    """Return the scratch of the weight gradient of an expert."""
+    """Return the scratch of the weight gradient of an expert; 0 on a GPU."""
+    if not s.threads:
+        return 0
     shapes = (
         shape[1:] for name, shape in s.kind.trained_matrices if parameter_kind(name) == "experts"
     )

@@ -82,7 +82,7 @@ def shard_forward(
     inputs = 0
     for name, live in live_sets:
         if name == "projections":
-            inputs = live - s.hidden_bytes - product_bytes(s) + beside
+            inputs = live - s.normed_bytes - product_bytes(s) + beside
         yield name, live + beside
     # Instead of the normed input: parts of V of the other shards, and K and V of the unit.
     gathered = (3 * shard.unit_tokens - s.tokens) * s.key_row_bytes
@@ -135,7 +135,8 @@ def _mlp_gradients(s: TensorSizes, point: str, *, is_owner: bool) -> int:
 def _before_attention(s: TensorSizes) -> Sequence[int]:
     """Return the bytes of the gradients of parameters sent before attention's backward."""
     mlp = (name for names in _MLP.values() for name in names)
-    return (*_sums(s, *mlp), *_sums(s, "mlp_norm")[::-1], *_sums(s, "o"))
+    norms = (*_sums(s, "mlp_norm")[::-1], *_sums(s, "attention_post_norm")[::-1])
+    return (*_sums(s, *mlp), *norms, *_sums(s, "o", "sinks"))
 
 
 def _sums(s: TensorSizes, *layers: str) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class TensorSizes:
         """Bytes of a hidden state: x_in, n1, x_mid, n2, y, or a gradient of one of them."""
         self.normed_bytes = self.hidden_bytes * _has_normed_inputs(workload)
         """Bytes of n1, or n2; 0 if projections read the residual stream itself."""
-        self.output_bytes = self.hidden_bytes * (model.norm_placement != "pre")
+        self.output_bytes = self.hidden_bytes * model.norms_outputs
         """Bytes of the output of attention, or of the MLP, beside the stream that its norm is
         added to; 0 without a norm of outputs, as the sum takes the place of the output."""
         self.query_bytes = self.pooled(compute * model.num_heads * model.head_dim)
@@ -184,4 +184,4 @@ def _has_normed_inputs(workload: Workload) -> bool:
 
     They are norms of it, or with sharded weights (Megatron) its tokens gathered.
     """
-    return workload.model.norm_placement != "post" or workload.sequence_parallel == "megatron"
+    return workload.model.norms_inputs or workload.sequence_parallel == "megatron"

@@ -136,12 +136,6 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
             "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
             f"ulysses and parallel.zero=2, or {other}"
         )
-    if run.routing.balance_loss:
-        return (
-            f"{asked} spreads the tokens of a unit over pipeline ranks, and "
-            f"routing.balance_loss={run.routing.balance_loss:g} needs the loads of whole sequences "
-            f"on each: write {other}, or balance the load by routing.bias_update"
-        )
     return None
 
 

@@ -32,22 +32,28 @@ def working_bytes(rank, directory, arguments=()):
     )
 
 
+NORMED = {**MODEL, "norm_placement": "post", "qk_norm": "all", "attention_sinks": True}
+
+
 @pytest.mark.parametrize(
-    ("policy", "multiplexed", "sequences"),
+    ("policy", "multiplexed", "sequences", "model"),
     [
-        pytest.param("retain", "on", 1, marks=pytest.mark.exhaustive),
-        ("keep_attention", "on", 2),
-        pytest.param("retain", "off", 2, marks=pytest.mark.exhaustive),
-        pytest.param("recompute", "off", 1, marks=pytest.mark.exhaustive),
+        pytest.param("retain", "on", 1, MODEL, marks=pytest.mark.exhaustive),
+        ("keep_attention", "on", 2, MODEL),
+        pytest.param("retain", "off", 2, MODEL, marks=pytest.mark.exhaustive),
+        pytest.param("recompute", "off", 1, MODEL, marks=pytest.mark.exhaustive),
+        ("retain", "off", 2, NORMED),
+        pytest.param("keep_attention", "on", 1, NORMED, marks=pytest.mark.exhaustive),
+        pytest.param("recompute", "off", 1, NORMED, marks=pytest.mark.exhaustive),
     ],
 )
-def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, sequences):
+def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, sequences, model):
     if install_cpu_allocator() is None:
         pytest.skip("torch's CPU tensors live in the C heap here")
     write_tokens(tmp_path / "tokens", num_tokens=20000)
     write_run(
         tmp_path / "run.yaml",
-        model=MODEL,
+        model=model,
         sequence={"length": 2048, "num_subsequences": 4},
         parallel={"pipeline_parallel_degree": 2, "multiplexed": multiplexed},
         activations={"policy": policy},
