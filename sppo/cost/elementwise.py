@@ -119,9 +119,8 @@ def layer_work(
         ("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained
     ]
     recompute = [*([] if model.qk_norm else queries), *stream["recompute"]]
-    recompute += mlp["linear_recompute"]
-    if model.norms_outputs:  # of the output of the MLP
-        recompute += mlp["forward"]
+    # With norms of outputs, the output of the MLP is in the linear class.
+    recompute += mlp["forward" if model.norms_outputs else "linear_recompute"]
     return {
         "forward": [*kv, *queries, *sinks, *stream["forward"], *mlp["forward"]],
         "backward": backward,

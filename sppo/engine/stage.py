@@ -20,7 +20,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
+from sppo.activations.activation_layout import ActivationKey, ActivationLayout
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import layers_with_backward, trains_embedding

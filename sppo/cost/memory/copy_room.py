@@ -17,7 +17,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT, BlockLayout
+from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import (
     ATTENTION,

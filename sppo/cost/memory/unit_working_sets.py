@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from sppo.activations.activation_layout import BlockLayout
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import (
     ATTENTION,
