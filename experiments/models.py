@@ -92,24 +92,23 @@ def plan(words: Sequence[str]) -> Mapping[str, Any]:
 def markdown(rows: Sequence[Row]) -> str:
     """Return a table of the rows."""
     headings = ["model", "tokens", "H100", "ways", "N", "tokens/s a device", "MFU", "memory"]
-    lines = [headings, ["---"] * len(headings), *map(_line, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rule = "|".join(["---"] * len(headings))
+    lines = [f"| {' | '.join(headings)} |", f"|{rule}|", *map(_line, rows)]
+    return "\n".join(lines)
 
 
-def _line(one: Row) -> list[str]:
-    begin = [one["model"], one["tokens"], str(one["devices"])]
+def _line(one: Row) -> str:
+    begin = f"| {one['model']} | {one['tokens']} | {one['devices']} |"
     if not one["feasible"]:
-        return [*begin, "does not fit", "", "", "", ""]
+        return f"{begin} does not fit | | | | |"
     ways = f"SP {one['sequence_parallel_degree']}, PP {one['pipeline_parallel_degree']}"
     ways += f", v {one['virtual_stages']}" if one["virtual_stages"] > 1 else ""
     ways += ", ZeRO-3" if one["zero"] == 3 else ""
     speed = parse_size(one["tokens"]) / one["step_s"] / one["devices"]
     host = one["node_host_peak_bytes"]
     memory = format_bytes(one["device_peak_bytes"]) + (f" + {format_bytes(host)}" if host else "")
-    return [
-        *(*begin, ways, str(one["num_subsequences"]), f"{speed:.0f}"),
-        *(f"{one['mfu']:.1%}", memory),
-    ]
+    figures = f"{one['num_subsequences']} | {speed:.0f} | {one['mfu']:.1%}"
+    return f"{begin} {ways} | {figures} | {memory} |"
 
 
 if __name__ == "__main__":

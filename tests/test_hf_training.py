@@ -99,13 +99,13 @@ def stream_of(case):
 
 
 def mask_of(case):
-    """Which tokens of the stream count, as labels."""
+    """Return a mask of the tokens that count as labels."""
     places = np.arange(len(stream_of(case)))
     return places // 9 % 2 > 0 if case.answers else places >= 0
 
 
 def starts_of(case):
-    """Which tokens of the stream begin a document that is isolated from the one before."""
+    """Return a mask of the tokens that begin an isolated document."""
     places = np.arange(len(stream_of(case)))
     return np.isin(places, case.documents if "data.isolate_documents" in case.keys else ())
 

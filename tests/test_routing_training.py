@@ -32,7 +32,7 @@ class Routers:
         self.calls[router].append((logits, chosen))
 
     def penalty(self):
-        """What is added to the mean loss of a step."""
+        """Return the term beside the mean loss of a step."""
         return sum(
             (self.balance * balance_loss(*call) + self.z * z_loss(call[0])) / len(calls)
             for calls in self.calls.values()

@@ -74,10 +74,9 @@ def mlp_widths(model: ModelConfig, layer_type: LayerType) -> dict[str, int]:
 
     Experts have those of all experts of a token beside each other, and those of the shared MLP.
     """
-    names = ("gate", "up") if model.gated else ("up",)
-    if not layer_type.routed or model.experts is None:
+    names, experts = model.mlp_inputs, model.experts_of(layer_type)
+    if experts is None:
         return dict.fromkeys(names, model.mlp_size)
-    experts = model.experts
     widths = dict.fromkeys(names, experts.per_token * experts.mlp_size)
     if experts.shared_mlp_size:
         widths |= {f"shared_{name}": experts.shared_mlp_size for name in names}
@@ -86,9 +85,8 @@ def mlp_widths(model: ModelConfig, layer_type: LayerType) -> dict[str, int]:
 
 def chosen_bytes_per_token(model: ModelConfig, layer_type: LayerType) -> int:
     """Return the bytes per token of the numbers of its experts; 0 in layers that are not routed."""
-    if not layer_type.routed or model.experts is None:
-        return 0
-    return _CHOSEN_BYTES * model.experts.per_token
+    experts = model.experts_of(layer_type)
+    return 0 if experts is None else _CHOSEN_BYTES * experts.per_token
 
 
 def class_bytes_per_token(

@@ -220,7 +220,7 @@ class Candidate:
 
     @property
     def keeps_a_stack(self) -> bool:
-        """Whether retained tensors lie in memory allocated once, as on a CPU with one stage."""
+        """True if retained tensors lie in memory allocated once, as on a CPU with one stage."""
         on_cpu = self.workload.hardware.device.kind == "cpu"
         return on_cpu and self.num_stages == 1 and self.schedule == "sppo"
 
@@ -247,7 +247,7 @@ class Candidate:
 
     @property
     def recomputes_windows(self) -> tuple[bool, ...]:
-        """Whether each stage recomputes K and V of layers with a sliding window, [stages]."""
+        """Flags of stages that recompute K and V of layers with a sliding window, [stages]."""
         recomputes = self.windowed_kv == "recomputed"
         return tuple(recomputes and kv == "retained" for kv in self.kv_of_stages)
 

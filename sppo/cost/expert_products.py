@@ -62,16 +62,15 @@ def expert_seconds(
     return np.maximum(seconds, read / device.memory_bytes_per_s)
 
 
-def expert_kernels(
-    device: DeviceSpec, experts: Experts | None, kind: LayerKind, *, dtype: str
-) -> tuple[int, int]:
+def expert_kernels(device: DeviceSpec, kind: LayerKind, *, dtype: str) -> tuple[int, int]:
     """Return the kernels of a forward and of a backward that a layer has beside those of an MLP."""
-    if experts is None or not kind.type.routed:
+    if not kind.type.routed:
         return 0, 0
-    further = 0 if multiplies_at_once(device, dtype) else experts.count - 1
-    products, trained = (
-        sum(is_stacked(shape) for _, shape in shapes)
+    forward, backward = _ROUTING_KERNELS
+    if multiplies_at_once(device, dtype):
+        return forward, backward
+    further, trained = (
+        sum(shape[0] - 1 for _, shape in shapes if is_stacked(shape))
         for shapes in (kind.matrices, kind.trained_matrices)
     )
-    forward, backward = _ROUTING_KERNELS
-    return forward + further * products, backward + further * (products + trained)
+    return forward + further, backward + further + trained

@@ -7,8 +7,7 @@ backward of a matrix product twice those of its forward, half of them for the we
 frozen weights do not have. Products with the factors of adapters are so thin that they take at
 least the time in which memory transfers their wide operands; products of experts have few rows
 each, so they take at least the time in which memory transfers the weights of all experts. Each
-device of a sequence-parallel
-group does a g-th of all work, and the group exchanges tokens.
+device of a sequence-parallel group does a g-th of all work, and the group exchanges tokens.
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
 width, X experts, k experts of a token, g sequence-parallel degree. Tables are [subsequences].
@@ -205,7 +204,7 @@ def layer_parts(
     times = _EXCHANGES[workload.sequence_parallel]
     # Each adapter multiplies by both factors, and scales what is between them.
     adapters = len(kind.recomputed_factors)
-    of_experts = expert_kernels(device, model.experts, kind, dtype=workload.dtype)
+    of_experts = expert_kernels(device, kind, dtype=workload.dtype)
     forward_kernels = _FORWARD_KERNELS + 3 * adapters + of_experts[0]
     frozen = len(matrices) - len(trained)
     backward_kernels = _BACKWARD_KERNELS - frozen + (4 + 1 + 2) * adapters + of_experts[1]

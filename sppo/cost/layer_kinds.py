@@ -97,7 +97,8 @@ def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ..
     for layer in range(model.num_layers):
         shapes = trainable.layer_shapes(model, layer)
         trained, kind = trainable.trained_names(model, layer), model.layer_type(layer)
-        per_token = model.experts.per_token if model.experts and kind.routed else 0
+        experts = model.experts_of(kind)
+        per_token = 0 if experts is None else experts.per_token
         found.append(LayerKind(kind, (*shapes.items(),), trained, layer >= first, per_token))
     return tuple(found)
 

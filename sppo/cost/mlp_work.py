@@ -33,8 +33,9 @@ def mlp_work(
         Kernels of "forward", of "backward", and of "linear_recompute", the recomputation of the
         inputs of activations.
     """
-    if layer_type.routed and model.experts is not None:
-        return _expert_work(model, model.experts, trained=trained)
+    experts = model.experts_of(layer_type)
+    if experts is not None:
+        return _expert_work(model, experts, trained=trained)
     backward = [(f"{model.mlp}_backward", model.mlp_size)]
     widths = {"gate": model.mlp_size, "up": model.mlp_size, "down": model.hidden_size}
     backward += _bias_gradients(widths, trained=trained)

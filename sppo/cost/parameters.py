@@ -56,8 +56,9 @@ def layer_shapes(model: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes |= _norm("attention_post_norm", model)
     if model.norms_inputs:
         shapes |= _norm("mlp_norm", model)
-    if model.experts is not None and model.layer_type(layer).routed:
-        shapes |= _expert_shapes(model.experts, width=e)
+    experts = model.experts_of(model.layer_type(layer))
+    if experts is not None:
+        shapes |= _expert_shapes(experts, width=e)
     else:
         shapes |= _mlp("", e, model.mlp_size, gated=model.gated, bias=model.mlp_bias)
     if model.norms_outputs:

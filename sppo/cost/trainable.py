@@ -8,7 +8,7 @@ have no backward if nothing trains in them or below them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -57,10 +57,10 @@ class Adapter:
         if self.layers is not None and layer not in self.layers:
             return {}
         found: dict[str, Shape] = {}
-        for target, (outputs, inputs) in adaptable(layer_shapes(model, layer)).items():
-            if target.removeprefix("shared_") in self.targets:
-                found[f"{target}.{LORA_A}"] = (self.rank, inputs)
-                found[f"{target}.{LORA_B}"] = (outputs, self.rank)
+        sides = _adapted(layer_shapes(model, layer), self.targets)
+        for name, (outputs, inputs) in sides.items():
+            found[f"{name}.{LORA_A}"] = (self.rank, inputs)
+            found[f"{name}.{LORA_B}"] = (outputs, self.rank)
         return found
 
 
@@ -132,9 +132,9 @@ EVERYTHING = Trainable()
 """All parameters of the model train, without adapters."""
 
 
-def adaptable(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the weights of a layer that may have adapters, by projection."""
-    names = (f"{prefix}{target}" for prefix in ("", "shared_") for target in TARGETS)
+def _adapted(shapes: Mapping[str, Shape], targets: Collection[str]) -> dict[str, Shape]:
+    """Return the shapes of the weights of a layer that get adapters, by projection."""
+    names = (f"{prefix}{target}" for prefix in ("", "shared_") for target in targets)
     return {name: shapes[f"{name}.weight"] for name in names if f"{name}.weight" in shapes}
 
 
@@ -232,12 +232,7 @@ def trainable_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     if run.adapter is None:
         return
     first, last = (layer_shapes(run.model, layer) for layer in (0, run.model.num_layers - 1))
-    targets = run.adapter.targets or TARGETS
-    sides = {
-        name: shape
-        for name, shape in adaptable(first | last).items()
-        if name.removeprefix("shared_") in targets
-    }
+    sides = _adapted(first | last, run.adapter.targets or TARGETS)
     smallest = min(sides, key=lambda name: min(sides[name]))
     outputs, inputs = sides[smallest]
     if run.adapter.rank > min(outputs, inputs):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import ActivationKey, ActivationLayout
@@ -28,10 +27,11 @@ from sppo.cost.trainable import layers_with_backward, trains_embedding
 from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
+from sppo.engine.saved_rows import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
 from sppo.model.gradients import DeferredGradients, GradientSink
-from sppo.model.layer import Layer, Saved, token_dimension
+from sppo.model.layer import Layer, Saved
 from sppo.model.residual import TokenExchange
 from sppo.model.rope import RotaryTables
 from sppo.offload.retained import stacked_bytes
@@ -52,8 +52,8 @@ class Stage:
         input_every: Save the input of every `input_every`-th layer only, where attention outputs
             are saved; the other inputs are recomputed, see :meth:`_recompute_input`.
         recomputes_windows: Recompute K and V of layers with a sliding window in the backward of
-            each unit, as long as :meth:`prepare` lets the stage retain K and V; only the keys and
-            values that later units see are kept. Evaluation always keeps only these.
+            each unit if the stage retains K and V, and keep those that later units see alone, as
+            evaluation always does.
         exchange: Communication with the ranks over which every unit's tokens are sharded; None if
             they are not. A :class:`MegatronSequenceParallel` if weights are sharded, too.
     """
@@ -354,7 +354,8 @@ class Stage:
     ) -> Iterator[Layer]:
         """Yield layer ``index`` for a unit, with its weights; offload K and V if they are saved."""
         window = self.model.layer_type(index).window
-        keeps_all = trains and not (self._recomputes_windows and self._kv_placement == "retained")
+        recomputes = self._recomputes_windows and self._kv_placement == "retained"
+        partial_kv = window is not None and (recomputes or not trains)
         tokens, offload = TokenExchange(), None
         if self._tensor is not None:
             both = self._tensor.gather, self._tensor.scatter_sum
@@ -366,7 +367,7 @@ class Stage:
             unsaved = self.layout.unsaved_attention_tokens(unit.key)
         with visit(self._providers.weights, index) as weights:
             attention = PrefixAttention(
-                self._providers.kv(unit, index, partial=window is not None and not keeps_all),
+                self._providers.kv(unit, index, partial=partial_kv),
                 unit.runs,
                 unsaved,
                 self._heads,
@@ -375,29 +376,12 @@ class Stage:
                 scale=self.model.attention_scale,
                 offload=offload,
             )
-            table = rotary.of_layer(index)
-            routing = self._providers.loads.terms(unit, index)
-            yield Layer(self.model, weights, table, attention, tokens, self._adapter_scale, routing)
-
-
-def cut(
-    saved: Saved, offloaded_rows: Mapping[str, int], retained_rows: Mapping[str, int]
-) -> dict[str, Saved]:
-    """Remove the named tensors from ``saved``; return views of "offloaded" and "retained" rows."""
-    offloaded: Saved = {}
-    retained: Saved = {}
-    for name in {**offloaded_rows, **retained_rows}:
-        tensor, dim, first = saved.pop(name), token_dimension(name), offloaded_rows.get(name, 0)
-        if first:
-            offloaded[name] = tensor.narrow(dim, 0, first)
-        if name in retained_rows:
-            retained[name] = tensor.narrow(dim, first, retained_rows[name])
-    return {"offloaded": offloaded, "retained": retained}
-
-
-def join(offloaded: Saved, retained: Saved) -> Saved:
-    """Return the saved rows of tensors that :func:`cut` divided, each as one tensor again."""
-    joined = {**offloaded, **retained}
-    for name in offloaded.keys() & retained.keys():
-        joined[name] = torch.cat([offloaded[name], retained[name]], dim=token_dimension(name))
-    return joined
+            yield Layer(
+                self.model,
+                weights,
+                rotary.of_layer(index),
+                attention,
+                tokens,
+                self._adapter_scale,
+                self._providers.loads.terms(unit, index),
+            )

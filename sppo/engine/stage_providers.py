@@ -1,4 +1,4 @@
-"""What a stage takes to run a unit: weights, sinks of gradients, keys and values, and the ends.
+"""Inputs of a stage that runs a unit: weights, sinks of gradients, keys and values, and the ends.
 
 The ends of the model are its embedding, on the rank with the first layer, and its head, on the rank
 with the last. Forward of the head computes the loss and the gradient of the head's input, tile by

@@ -12,12 +12,8 @@ be saved, offloaded and recomputed by tokens. The weight of an expert multiplies
     gate, up     projections by the experts of each token          [C, k F]
     shared_gate, shared_up    those of the shared MLP, if any      [C, Fs]
 
-Live at once beside the tokens, the inputs and dy or the output, for rows R = C k, whatever the
-routing: in inputs, the rows of the tokens (R E) and one projection (R F); in output, the activation
-(R F), then its rows (R F), then those of the output and a copy by tokens (2 R E); in backward, the
-rows of dy (R E) with dgate, dup and the activation (gate and up overwritten, R F more, and R F of
-one product), then the rows of the tokens and two of their gradients (3 R E) with dgate, dup and the
-rows of one of them (R F more). Sorting takes 18 bytes per row, a router 12 X bytes per token.
+There are R = C k rows whatever the routing; :mod:`sppo.cost.live_sets.expert_live_sets` lists the
+tensors that are live at once.
 
 Legend: C tokens, E hidden, X experts, k experts per token, F MLP width of an expert, R rows sorted
 by expert.

@@ -84,7 +84,7 @@ class DenseMlp:
     @property
     def names(self) -> frozenset[str]:
         """Names of the tensors that the activation reads."""
-        return frozenset(map(self._name, ("gate", "up") if self.model.gated else ("up",)))
+        return frozenset(map(self._name, self.model.mlp_inputs))
 
     def inputs(self, n2_CE: Tensor, known: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """Return the projections of the tokens that the activation reads, ``[C, F]``, by name."""

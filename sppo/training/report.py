@@ -1,4 +1,4 @@
-"""What a run says: its setup before the first step; files, plots and figures at its end."""
+"""Report of a run: its setup before the first step; files, plots and figures at its end."""
 
 from __future__ import annotations
 

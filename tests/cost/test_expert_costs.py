@@ -62,7 +62,7 @@ def dense_products(tokens):
 def test_a_cpu_multiplies_experts_one_after_another():
     (kind,) = kinds_of_model(MODEL, EVERYTHING)
     launches = [
-        expert_kernels(PRESETS[name].device, MODEL.experts, kind, dtype=dtype)
+        expert_kernels(PRESETS[name].device, kind, dtype=dtype)
         for name, dtype in (("h100", "bf16"), ("h100", "fp32"), ("laptop-cpu", "bf16"))
     ]
     forward, backward = launches[0]

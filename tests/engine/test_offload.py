@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.engine.stage import cut
+from sppo.engine.saved_rows import cut
 from sppo.model.layer import Layer
 from tests.engine.models import (
     VARIANTS,

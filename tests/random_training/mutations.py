@@ -436,7 +436,7 @@ def loads_of_own_tokens() -> Any:
 
 
 def _sees_several_units(case: Case) -> bool:
-    """Whether queries of layers with a window see keys of an earlier unit."""
+    """Return whether queries of layers with a window see keys of an earlier unit."""
     return (case.model.window or 0) > 1 and any(len(leg.cuts) > 2 for leg in case.legs)
 
 
@@ -465,7 +465,7 @@ def _reduces(case: Case, *, after_each_use: bool) -> bool:
 
 
 def _has(case: Case, key: str) -> bool:
-    """Whether the model has a property that is null or false in most models."""
+    """Return whether the model has a property that is null or false in most models."""
     return bool(getattr(case.model.config(), key))
 
 
@@ -483,7 +483,7 @@ def _recomputes(case: Case) -> bool:
 
 
 def _shards_loads(case: Case) -> bool:
-    """Whether the tokens of a sequence whose experts are balanced are on several ranks."""
+    """Return whether the tokens of a sequence whose experts are balanced are on several ranks."""
     return case.router_losses[0] > 0 and any(leg.sp > 1 for leg in case.legs)
 
 

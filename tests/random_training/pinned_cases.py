@@ -371,6 +371,25 @@ LAYERS = {
 }  # fmt: skip
 """Norms, scales, sinks, rotations and windows by layer."""
 
+_HYBRID = replace(GQA, heads=4, layers=4, window=4, pattern="ssf")
+_AGAIN = {"recomputes_windows": True, "cuts": (0, 3, 5, 11, 17)}
+WINDOWS = {
+    "documents": replace(
+        case(replace(_HYBRID, window=9), policy="recompute", **_AGAIN), documents=4
+    ),
+    "ulysses": case(_HYBRID, pp=2, sp=2, policy="keep_attention", **_AGAIN),
+    "megatron": case(_HYBRID, sp=2, sequence_parallel="megatron", policy="recompute", **_AGAIN),
+    "moved and shared inputs": case(
+        _HYBRID, zero=3, dp=2, ratio=0.6, policy="kept", input_every=2, **_AGAIN
+    ),
+    "looped": case(
+        _HYBRID, pp=2, virtual=2, recomputes_windows=True, kv_recomputed=(0, 1), **LOOPED
+    ),
+    "shared units": case(_HYBRID, pp=2, schedule="sppo_msp", cuts=(0, 9, 14, 21, 30)),
+    "samples": samples(_HYBRID, slices=5, recomputes_windows=True),
+}
+"""Layers with and without a window, and keys that are kept in part."""
+
 PINNED = {
     f"{group}: {name}": one
     for group, cases in (
@@ -381,6 +400,7 @@ PINNED = {
         ("samples", PACKED),
         ("frozen", FROZEN),
         ("layers", LAYERS),
+        ("windows", WINDOWS),
     )
     for name, one in cases.items()
 }

@@ -40,7 +40,7 @@ def without_rotation(config: Json, layer: int) -> bool:
 
 
 def all_but_every(period: int, *, key: str = "") -> Callable[[Json, int], bool]:
-    """Return a rule: all layers have the window but the last one of each `period` layers.
+    """Return a rule that holds for all layers but the last one of each `period` layers.
 
     Args:
         period: Number of layers.
@@ -61,11 +61,11 @@ class Windows:
     usual: Callable[[Json, int], bool]
     """Returns whether a layer has the window if ``layer_types`` is absent."""
     by_layer: bool = True
-    """Whether ``layer_types`` may differ from that rule."""
+    """True if ``layer_types`` may differ from that rule."""
     switch: bool = False
-    """Whether ``use_sliding_window`` must be true for a window."""
+    """True if ``use_sliding_window`` must be true for a window."""
     first: bool = False
-    """Whether ``max_window_layers`` is written."""
+    """True if ``max_window_layers`` is written."""
 
     def read(self, config: Json) -> dict[str, Any]:
         """Return the window and the layers that have it."""
@@ -118,8 +118,8 @@ def _rotated(config: Json) -> list[bool]:
     """Return whether each layer rotates q and k, according to ``no_rope_layers``."""
     layers, rotated = integer(config, "num_hidden_layers"), config.get("no_rope_layers")
     if rotated is None:
-        every = integer(config, "no_rope_layer_interval")
-        return [(layer + 1) % every != 0 for layer in range(layers)]
+        rule = all_but_every(4, key="no_rope_layer_interval")
+        return [rule(config, layer) for layer in range(layers)]
     given = isinstance(rotated, list) and all(one in (0, 1) for one in rotated)
     if not given or len(rotated) != layers:
         raise refusal("no_rope_layers", rotated, f"0 or 1 for each of {layers} layers")

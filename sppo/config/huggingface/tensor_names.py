@@ -44,19 +44,19 @@ class TensorNames:
     alternating: frozenset[str] = frozenset()
     """SPPO's modules whose outputs alternate with those of the others in their tensor."""
     adjacent_pairs: bool = False
-    """Whether q and k are rotated in pairs of adjacent dimensions; SPPO rotates dimension i with
+    """True if q and k are rotated in pairs of adjacent dimensions; SPPO rotates dimension i with
     i + R/2, so that the outputs of their projections have another order."""
     fp32: frozenset[str] = frozenset()
     """SPPO's parameters within a layer that are stored in fp32, whatever the type of the others."""
     skipped: str = "$^"
     """Regular expression of bare names that other parts of a model have, such as a vision tower."""
     has_later_layers: bool = False
-    """Whether files may hold further layers behind the last one, which predict more tokens and are
+    """True if files may hold further layers behind the last one, which predict more tokens and are
     skipped."""
 
     @property
     def shares_last_words(self) -> bool:
-        """Whether modules of different tensors have the same last word, as in GPT-2's c_proj."""
+        """True if modules of different tensors have the same last word, as in GPT-2's c_proj."""
         modules = set(self.modules.values())
         return len({module.rpartition(".")[2] for module in modules}) < len(modules)
 

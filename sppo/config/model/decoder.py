@@ -219,8 +219,13 @@ class ModelConfig(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate projection in addition to the up projection."""
+        """True if the MLP has a gate projection in addition to the up projection."""
         return self.mlp in GATED_ACTIVATIONS
+
+    @property
+    def mlp_inputs(self) -> tuple[str, ...]:
+        """Names of the projections that the activation of the MLP reads."""
+        return ("gate", "up") if self.gated else ("up",)
 
     @property
     def norms_inputs(self) -> bool:
@@ -241,6 +246,10 @@ class ModelConfig(Section):
     def rotary_size(self) -> int:
         """Number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)
+
+    def experts_of(self, layer_type: LayerType) -> Experts | None:
+        """Return the experts of layers of a type; None if they have an MLP."""
+        return self.experts if layer_type.routed else None
 
     def layer_type(self, layer: int) -> LayerType:
         """Return the type of `layer`; those of equal layers are equal."""

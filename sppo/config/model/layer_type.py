@@ -11,7 +11,7 @@ class Rotation(NamedTuple):
     theta: float
     """Base of the rotary wavelengths."""
     is_scaled: bool
-    """Whether the model's ``rope_scaling`` stretches the wavelengths."""
+    """True if the model's ``rope_scaling`` stretches the wavelengths."""
 
 
 class LayerType(NamedTuple):
@@ -23,4 +23,4 @@ class LayerType(NamedTuple):
     rotation: Rotation | None
     """Rotation of q and k; None if they are not rotated."""
     routed: bool
-    """Whether the MLP is a mixture of experts."""
+    """True if the MLP is a mixture of experts."""

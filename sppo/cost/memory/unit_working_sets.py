@@ -195,10 +195,10 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
     """Return the bytes of tensors of each subsequence that backward joins from parts, [N].
 
     All layers that share a saved input count together: backward takes them at once, and the joined
-    tensors of a layer stay until its own backward ends. They count as if they had the type of layer
-    whose tensors are largest. The input itself counts once. A partly
-    recomputed tensor counts in the working set as if it were recomputed whole, except queries and
-    keys, which are joined earlier and count here.
+    tensors of a layer stay until its own backward ends. They count as if all had the type of layer
+    whose tensors are largest. The input itself counts once. A partly recomputed tensor counts in
+    the working set as if it were recomputed whole, except queries and keys, which are joined
+    earlier and count here.
 
     Args:
         placement: Placement by the activation policy.
@@ -223,8 +223,6 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
 
 def queries_bytes(shape: BlockLayout, tokens: Counts) -> Counts:
     """Return the bytes of saved queries, and of saved keys if any, of one layer, [N]."""
-    found = np.zeros_like(tokens)
-    for sizes in [*shape.row_bytes.values()][:1]:  # equal in layers of all types
-        for name in sizes.keys() & {"q", "k"}:
-            found += shape.sharded_bytes(sizes[name], tokens)
-    return found
+    sizes = next(iter(shape.row_bytes.values()), {})  # equal in layers of all types
+    found = [shape.sharded_bytes(sizes.get(name, 0), tokens) for name in ("q", "k")]
+    return sum(found, start=np.zeros_like(tokens))

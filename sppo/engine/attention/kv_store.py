@@ -38,7 +38,7 @@ class BufferKind(NamedTuple):
     window: int | None = None
     """Window of the layer; None for rows of whole sequences, whatever they hold."""
     has_gradients: bool = False
-    """Whether a layer with a window keeps gradients in the buffer, and not keys or values."""
+    """True if a layer with a window keeps gradients in the buffer, and not keys or values."""
 
 
 @dataclass(slots=True)

@@ -55,11 +55,11 @@ class HfTensor:
     parts: tuple[HfPart, ...]
     """Parameters in the tensor."""
     transposed: bool = False
-    """Whether the last two dimensions are stored as ``[inputs, outputs]``."""
+    """True if the last two dimensions are stored as ``[inputs, outputs]``."""
     stacked: bool = False
-    """Whether the first dimension counts experts, so that the outputs are in the second one."""
+    """True if the first dimension counts experts, so that the outputs are in the second one."""
     is_fp32: bool = False
-    """Whether the tensor is written in fp32, whatever the type of the others."""
+    """True if the tensor is written in fp32, whatever the type of the others."""
 
     @property
     def full_name(self) -> str:

@@ -34,8 +34,8 @@ def evaluate_candidate(candidate: Candidate) -> EvaluatedCandidate:
 
     If the placement of K and V is open, the fastest that fits is taken of retaining and offloading;
     recomputing on all or some stages only if neither fits, and in layers with a sliding window if
-    otherwise saved tensors are recomputed. If nothing fits, the first placement
-    that lacks least memory is returned.
+    otherwise saved tensors are recomputed. If nothing fits, the first placement that lacks least
+    memory is returned.
 
     Args:
         candidate: Candidate to evaluate.

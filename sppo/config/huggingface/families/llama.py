@@ -96,7 +96,6 @@ SMOLLM3 = HfFamily(
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
-        "no_rope_layer_interval": 4,
     },
     tensors=_NAMES,
     refused=DENSE_REFUSED,

@@ -24,7 +24,7 @@ REFUSED_FAMILIES: Mapping[str, str] = {
     ),
     "ministral3": "no scale of queries that depends on the position; use ministral",
 }
-"""What is supported in place of a family, by its ``model_type``."""
+"""Reasons why families are refused, and families to use in place of them, by ``model_type``."""
 
 DENSE = ((0,), "null, dense models")
 
