@@ -1,9 +1,9 @@
 """Layout of the activations that one rank saves: rows, bytes, extents of blocks, order of use.
 
-Offloaded tensors are packed into blocks (:mod:`sppo.activations.block_layout`). Extents in the next
-tier are assigned to all blocks before the step, so that nothing is allocated while the step runs.
-The order in which backward uses the blocks is known before the step as well, so that blocks return
-in this order.
+The offloaded rows of the tensors of one layer of one unit are packed into one block, which is
+copied at once. Extents in the next tier are assigned to all blocks before the step, so that nothing
+is allocated while the step runs. The order in which backward uses the blocks is known before the
+step as well, so that blocks return in this order.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from sppo.activations.tensor_classes import (
     CHOSEN,
 )
 from sppo.schedule.actions import Action, ActionKind, UnitKey
+
+MAX_BLOCKS_IN_FLIGHT_OUT = 2
+"""Number of blocks that may be in flight directly from where an accelerator computed them before
+compute waits: the block just saved and the one before."""
 
 
 class ActivationKey(NamedTuple):

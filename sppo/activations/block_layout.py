@@ -1,7 +1,6 @@
-"""Layout of the blocks of a stage: tensors of a layer, their rows, and the bytes of a block.
+"""Layout of the block of one layer: the offloaded rows of its saved tensors, packed together.
 
-The offloaded rows of the tensors of one layer of one unit are packed into one block, which is
-copied at once.
+Layers of one stage may differ: those of each type have tensors of their own sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,12 @@ import numpy.typing as npt
 
 from sppo.activations.placement import Counts
 from sppo.activations.subsequence_placement import Rows
-from sppo.activations.tensor_classes import CHOSEN, RESIDUAL, class_of, tensor_bytes_per_token
+from sppo.activations.tensor_classes import (
+    CHOSEN,
+    RESIDUAL,
+    class_of,
+    tensor_bytes_per_token,
+)
 from sppo.config.model import LayerType, ModelConfig
 
 Flags = npt.NDArray[np.bool_]
@@ -30,10 +34,6 @@ PREFETCH_LAYERS = 2
 """Number of layers prefetched ahead of the layer in use: 1 + ceil(t_H2D / t_backward), which is 2
 if a block comes back within a layer's backward. If copies are slower, the whole step waits, and
 prefetching more layers would only move the wait."""
-
-MAX_BLOCKS_IN_FLIGHT_OUT = 2
-"""Number of blocks that may be in flight directly from where an accelerator computed them before
-compute waits: the block just saved and the one before."""
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,11 @@ def layer_work(
         backward.append(("sink_gradient", query))
     widths = {"q": query, "k": key, "v": key, "o": e}
     backward += bias_gradients(widths, trained=trained)
-    recompute += [*stream["recompute"], *mlp["linear_recompute"]]
-    if model.norms_outputs:  # of the output of the MLP
-        recompute += mlp["forward"]
+    # With norms of outputs, the output of the MLP is in the linear class.
+    recompute += [
+        *stream["recompute"],
+        *mlp["forward" if model.norms_outputs else "linear_recompute"],
+    ]
     return {
         "forward": [*kv, *queries, *sinks, *stream["forward"], *mlp["forward"]],
         "backward": backward,

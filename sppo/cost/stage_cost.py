@@ -15,7 +15,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from sppo.activations.block_layout import MAX_BLOCKS_IN_FLIGHT_OUT, PREFETCH_LAYERS, BlockLayout
+from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT
+from sppo.activations.block_layout import PREFETCH_LAYERS, BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts, kinds_of_rows, saved_bytes
 from sppo.activations.tensor_classes import (
     ATTENTION,

@@ -22,8 +22,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sppo.activations.activation_layout import ActivationKey, OffloadSchedule
-from sppo.activations.block_layout import MAX_BLOCKS_IN_FLIGHT_OUT, PREFETCH_LAYERS
+from sppo.activations.activation_layout import (
+    MAX_BLOCKS_IN_FLIGHT_OUT,
+    ActivationKey,
+    OffloadSchedule,
+)
+from sppo.activations.block_layout import PREFETCH_LAYERS
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.integrity import Checksums
 from sppo.offload.lane import Lane
