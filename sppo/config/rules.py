@@ -220,7 +220,7 @@ def _kv_agrees(run: RunConfig) -> Broken:
     parallel, asked = run.parallel, run.activations.kv
     if asked not in ("offload", "recompute"):
         return
-    in_windows = asked == "recompute" and run.model.windows != {None}
+    in_windows = asked == "recompute" and run.model.has_windows
     if parallel.virtual_stages == 1 and not in_windows:
         yield (
             "activations.kv",

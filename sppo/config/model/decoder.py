@@ -243,6 +243,11 @@ class ModelConfig(Section):
         return frozenset(self.layer_type(layer).window for layer in range(self.num_layers))
 
     @property
+    def has_windows(self) -> bool:
+        """True if some layers have a sliding window."""
+        return self.windows != {None}
+
+    @property
     def rotary_size(self) -> int:
         """Number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)
