@@ -48,10 +48,12 @@ def _adapter_suits_model(run: RunConfig) -> Broken:
         rule = f"model.mlp={run.model.mlp} has no gate projection; write targets without gate"
         yield "adapter.targets", rule
     experts, of_mlp = run.model.experts, {"gate", "up", "down"}.intersection(targets or ())
-    if of_mlp and experts and not experts.shared_mlp_size and not experts.dense_layers:
+    adapted = range(run.model.num_layers) if layers is None else layers
+    all_routed = all(run.model.layer_type(layer).routed for layer in adapted)
+    if of_mlp and experts and not experts.shared_mlp_size and all_routed:
         rule = (
-            "gate, up and down are those of an MLP that all tokens pass through, and model.experts "
-            "has none; experts have no adapters, write targets of q, k, v, o"
+            "gate, up and down are those of an MLP that all tokens pass through, and no layer with "
+            "an adapter has one; experts have no adapters, write targets of q, k, v, o"
         )
         yield "adapter.targets", rule
 

@@ -285,6 +285,10 @@ def upgraded_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if _FIRST_WINDOW not in found:
         return found
     first, layers = found.pop(_FIRST_WINDOW), found.get("num_layers")
-    if isinstance(first, int) and isinstance(layers, int) and 0 < first <= layers:
+    if not isinstance(layers, int):
+        return found  # refused by itself
+    if not isinstance(first, int) or not 0 <= first <= layers:
+        raise ValueError(f"{_FIRST_WINDOW} {first} is no number of the {layers} layers")
+    if first:
         found["layer_types"] = ["full"] * first + ["sliding"] * (layers - first)
     return found
