@@ -27,7 +27,12 @@ import numpy as np
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import LayerType, ModelConfig
 from sppo.cost.elementwise import bytes_per_element, layer_work, saving_work
-from sppo.cost.expert_products import expert_kernels, expert_seconds, multiplies_at_once
+from sppo.cost.expert_products import (
+    expert_kernels,
+    expert_seconds,
+    multiplies_at_once,
+    num_tiles,
+)
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
 from sppo.cost.mlp_work import Work
@@ -205,16 +210,17 @@ def layer_parts(
     # Each adapter multiplies by both factors, and scales what is between them.
     adapters = len(kind.recomputed_factors)
     of_experts = expert_kernels(device, kind, dtype=workload.dtype)
-    forward_kernels = _FORWARD_KERNELS + 3 * adapters + of_experts[0]
+    tiles = num_tiles(model, device, tokens=here)
+    forward_kernels = _FORWARD_KERNELS + 3 * adapters + of_experts[0] * tiles
     frozen = len(matrices) - len(trained)
-    backward_kernels = _BACKWARD_KERNELS - frozen + (4 + 1 + 2) * adapters + of_experts[1]
+    backward_kernels = _BACKWARD_KERNELS - frozen + (4 + 1 + 2) * adapters + of_experts[1] * tiles
     passes: dict[str, dict[str, Table]] = {
         "forward": {
             "products": _products(workload, matrices, tokens=here, product="forward"),
             "attention": attention,
             "elementwise": elementwise["forward"] + sum(saving.values()),
             "exchange": exchange,
-            "launches": np.full_like(tokens, forward_kernels * device.kernel_s),
+            "launches": forward_kernels * device.kernel_s,
         },
         "backward": {
             "products": _products(workload, matrices, tokens=here, product="input")
@@ -222,11 +228,11 @@ def layer_parts(
             "attention": attention_backward,
             "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],
-            "launches": np.full_like(tokens, backward_kernels * device.kernel_s),
+            "launches": backward_kernels * device.kernel_s,
         },
         "weight": {
             "products": _products(workload, trained, tokens=here, product="weight"),
-            "gradient_sums": np.full_like(tokens, _gradient_sum_seconds(workload, trained)),
+            "gradient_sums": _gradient_sum_seconds(workload, trained, tokens=here),
         },
         "linear_recompute": {
             "products": _products(workload, recomputed, tokens=here, product="forward"),
@@ -298,7 +304,7 @@ def head_parts(
         "products": products * tiles,
         "elementwise": loss * tiles
         + _work_seconds(workload, norms[: 1 + with_gradients], tokens=here),
-        "gradient_sums": _gradient_sum_seconds(workload, trained) * tiles,
+        "gradient_sums": _gradient_sum_seconds(workload, trained, tokens=tile) * tiles,
     }
     return {name: seconds * workload.correction.forward for name, seconds in parts.items()}
 
@@ -418,8 +424,10 @@ def _products(workload: Workload, matrices: Shapes, *, tokens: Floats, product: 
     return seconds
 
 
-def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:
-    """Return the seconds per subsequence of adding weight gradients to their fp32 sums.
+def _gradient_sum_seconds(workload: Workload, matrices: Shapes, *, tokens: Floats) -> Table:
+    """Return the seconds of adding weight gradients to their fp32 sums, [subsequences].
+
+    Those of experts are added for every tile of tokens.
 
     If products were measured, only those of experts that are multiplied at once count: the measured
     time of a weight gradient includes the addition.
@@ -428,7 +436,10 @@ def _gradient_sum_seconds(workload: Workload, matrices: Shapes) -> float:
     if device.measured_gemm(workload.dtype):
         at_once = multiplies_at_once(device, workload.dtype)
         matrices = tuple(own for own in matrices if at_once and is_stacked(own[1]))
-    return elements(matrices) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
+    stacked = elements(tuple(own for own in matrices if is_stacked(own[1])))
+    added = elements(matrices) + stacked * (num_tiles(workload.model, device, tokens=tokens) - 1)
+    seconds: Table = added * _ACCUMULATED_BYTES / device.memory_bytes_per_s
+    return seconds
 
 
 def _work_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -> Table:

@@ -12,16 +12,17 @@ be saved, offloaded and recomputed by tokens. The weight of an expert multiplies
     gate, up     projections by the experts of each token          [C, k F]
     shared_gate, shared_up    those of the shared MLP, if any      [C, Fs]
 
-There are R = C k rows whatever the routing; :mod:`sppo.cost.live_sets.expert_live_sets` lists the
-tensors that are live at once.
+Tokens are independent, so they pass through the experts in tiles of T tokens, and tensors that are
+sorted by expert have R = T k rows whatever the routing;
+:mod:`sppo.cost.live_sets.expert_live_sets` lists the tensors that are live at once.
 
-Legend: C tokens, E hidden, X experts, k experts per token, F MLP width of an expert, R rows sorted
-by expert.
+Legend: C tokens, T tokens of a tile, E hidden, X experts, k experts per token, F MLP width of an
+expert, R rows sorted by expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import Experts, ModelConfig
+from sppo.cost.tiles import expert_tile_tokens
 from sppo.kernels import elementwise
 from sppo.kernels.grouped import grouped_input_gradient, grouped_linear
 from sppo.kernels.linear import add_product_, wide_linear
@@ -77,25 +79,20 @@ class ExpertMlp:
             found["weights"] = weights_of_chosen(logits_CX, found["chosen"], self._experts)
             del logits_CX
         missing = [name for name in ("up", "gate") if name not in found]
-        if missing:
-            order = ExpertOrder.of(found["chosen"], self._experts.count)
-            x_RE = order.rows_of_tokens(n2_CE)
-            for name in missing:
-                found[name] = self._project(name, x_RE, found["chosen"], order)
-            del x_RE
+        width = self._experts.per_token * self._experts.mlp_size
+        projected = {name: n2_CE.new_empty(n2_CE.shape[0], width) for name in missing}
+        for tile in self._tiles(n2_CE) if missing else ():
+            self._project(n2_CE[tile], found["chosen"][tile], into=_rows(projected, tile))
+        found |= projected
         return found if self._shared is None else self._shared.inputs(n2_CE, found)
 
     def output(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the sum over the experts of each token, and the shared MLP, ``[C, E]``."""
-        order = ExpertOrder.of(inputs["chosen"], self._experts.count)
-        hidden = elementwise.activation(inputs["gate"], inputs["up"], kind=self.model.mlp)
-        weigh_(hidden, inputs["weights"])
-        hidden_RF = order.rows_of_pairs(hidden)
-        del hidden
-        y_RE = grouped_linear(hidden_RF, self.weights["expert_down.weight"], order.offsets_X)
-        del hidden_RF
-        out = order.sum_of_pairs(y_RE)
-        del y_RE
+        gate = inputs["gate"]
+        out = gate.new_empty(gate.shape[0], self.model.hidden_size)
+        own = {name: inputs[name] for name in _OWN}
+        for tile in self._tiles(gate):
+            self._experts_output(_rows(own, tile), into_TE=out[tile])
         if self._experts.bias:
             bias_XE = self.weights["expert_down.bias"]
             add_product_(out, self._weights_of_all(inputs).to(out.dtype), bias_XE)
@@ -117,7 +114,11 @@ class ExpertMlp:
         if self._experts.bias:
             self._output_bias_backward(dy_CE, inputs, dweights_Ck, gradients)
         chosen_Ck = inputs["chosen"]
-        dn2 = self._experts_backward(dy_CE, n2_CE, inputs, dweights_Ck, gradients)
+        own, dn2 = {name: inputs.pop(name) for name in _OWN}, torch.empty_like(n2_CE)
+        for tile in self._tiles(n2_CE, whole=not gradients.takes_tiles):
+            of_tile = _Gradients(dy_CE[tile], dweights_Ck[tile], dn2[tile])
+            self._experts_backward(n2_CE[tile], _rows(own, tile), of_tile, gradients)
+        own.clear()
         if self._shared is not None:
             dn2 += self._shared.backward(dy_CE, n2_CE, inputs, gradients)
         logits_CX = router_logits(n2_CE, self.weights)
@@ -126,54 +127,66 @@ class ExpertMlp:
         back.parameter_gradients(n2_CE, gradients)
         return back.input_gradient(add_to_CI=dn2)
 
+    def _experts_output(self, inputs: Mapping[str, Tensor], *, into_TE: Tensor) -> None:
+        """Write the sum over the experts of each token of a tile, without biases of ``down``."""
+        order = ExpertOrder.of(inputs["chosen"], self._experts.count)
+        hidden = elementwise.activation(inputs["gate"], inputs["up"], kind=self.model.mlp)
+        weigh_(hidden, inputs["weights"])
+        hidden_RF = order.rows_of_pairs(hidden)
+        del hidden
+        y_RE = grouped_linear(hidden_RF, self.weights["expert_down.weight"], order.offsets_X)
+        del hidden_RF
+        order.sum_of_pairs(y_RE, into_TE=into_TE)
+
     def _experts_backward(
         self,
-        dy_CE: Tensor,
-        n2_CE: Tensor,
-        inputs: dict[str, Tensor],
-        dweights_Ck: Tensor,
-        gradients: GradientSink,
-    ) -> Tensor:
-        """Return the gradient of the tokens through the experts; add to that of the weights.
+        n2_TE: Tensor,
+        inputs: Mapping[str, Tensor],
+        of_tile: _Gradients,
+        sink: GradientSink,
+    ) -> None:
+        """Write the gradient of a tile through the experts; add to that of the weights.
 
         With h the activation, w its weight and dh = dy W_down: d(w) = sum(dh h), d(h) = w dh.
         """
-        weights_Ck, gate, up = (inputs.pop(name) for name in ("weights", "gate", "up"))
-        order = ExpertOrder.of(inputs.pop("chosen"), self._experts.count)
-        dy_RE = order.rows_of_tokens(dy_CE)
+        weights_Tk, gate, up = (inputs[name] for name in ("weights", "gate", "up"))
+        order = ExpertOrder.of(inputs["chosen"], self._experts.count)
+        dy_RE = order.rows_of_tokens(of_tile.dy_TE)
         down_XEF = self.weights["expert_down.weight"]
         dhidden = torch.empty_like(up)
         order.write_pairs(grouped_input_gradient(dy_RE, down_XEF, order.offsets_X), dhidden)
         hidden = elementwise.activation(gate, up, kind=self.model.mlp).mul_(dhidden)
-        dweights_Ck += by_expert(hidden, weights_Ck).sum(-1, dtype=dweights_Ck.dtype)
+        dweights_Tk = of_tile.dweights_Tk
+        dweights_Tk += by_expert(hidden, weights_Tk).sum(-1, dtype=dweights_Tk.dtype)
         del hidden
-        weigh_(dhidden, weights_Ck)
+        weigh_(dhidden, weights_Tk)
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
         hidden, dgate, dup = inner.hidden_CF, inner.dgate_CF, inner.dup_CF
         assert dgate is not None, "experts have a gate"
-        del inner
-        if gradients.trains("expert_down.weight"):
-            hidden_RF = order.rows_of_pairs(weigh_(hidden, weights_Ck))
-            order.give(gradients, "expert_down.weight", dy_RE, hidden_RF)
+        projections = {"gate": dgate, "up": dup}
+        del inner, dgate, dup
+        if sink.trains("expert_down.weight"):
+            hidden_RF = order.rows_of_pairs(weigh_(hidden, weights_Tk))
+            order.give(sink, "expert_down.weight", dy_RE, hidden_RF)
             del hidden_RF
         del dy_RE, hidden
-        x_RE = order.rows_of_tokens(n2_CE)
-        dx_RE = self._projection_backward("up", dup, x_RE, order, gradients)
-        dx_RE += self._projection_backward("gate", dgate, x_RE, order, gradients)
+        x_RE = order.rows_of_tokens(n2_TE)
+        dx_RE = self._projection_backward("up", projections, x_RE, order, sink)
+        dx_RE += self._projection_backward("gate", projections, x_RE, order, sink)
         del x_RE
-        return order.sum_of_pairs(dx_RE)
+        order.sum_of_pairs(dx_RE, into_TE=of_tile.dn2_TE)
 
     def _projection_backward(
         self,
         name: str,
-        dy: Tensor,
+        projections: dict[str, Tensor],
         x_RE: Tensor,
         order: ExpertOrder,
         gradients: GradientSink,
     ) -> Tensor:
-        """Return the gradient of the rows ``x_RE`` through the projection "gate" or "up"."""
-        dy_RF, name = order.rows_of_pairs(dy), f"expert_{name}"
+        """Return the gradient of the rows ``x_RE`` through "gate" or "up", which is consumed."""
+        dy_RF, name = order.rows_of_pairs(projections.pop(name)), f"expert_{name}"
         if gradients.trains(f"{name}.weight"):
             order.give(gradients, f"{name}.weight", dy_RF, x_RE)
         if self._experts.bias and gradients.trains(f"{name}.bias"):
@@ -194,15 +207,22 @@ class ExpertMlp:
         if gradients.trains("expert_down.bias"):
             gradients.product("expert_down.bias", dy_CO=weights_CX.to(dy_CE.dtype), x_CI=dy_CE)
 
-    def _project(self, name: str, x_RE: Tensor, chosen_Ck: Tensor, order: ExpertOrder) -> Tensor:
-        """Return the projection "gate" or "up" by the experts of each token, ``[C, k F]``."""
-        weight_XFE = self.weights[f"expert_{name}.weight"]
-        tokens, per_token = chosen_Ck.shape
-        out = x_RE.new_empty(tokens, per_token * weight_XFE.shape[1])
-        order.write_pairs(grouped_linear(x_RE, weight_XFE, order.offsets_X), out)
-        if self._experts.bias:
-            out += self.weights[f"expert_{name}.bias"][chosen_Ck.long()].flatten(1)
-        return out
+    def _project(self, n2_TE: Tensor, chosen_Tk: Tensor, *, into: Mapping[str, Tensor]) -> None:
+        """Write the projections "gate" and "up" by the experts of each token of a tile."""
+        order = ExpertOrder.of(chosen_Tk, self._experts.count)
+        x_RE = order.rows_of_tokens(n2_TE)
+        for name, out in into.items():
+            weight_XFE = self.weights[f"expert_{name}.weight"]
+            order.write_pairs(grouped_linear(x_RE, weight_XFE, order.offsets_X), out)
+            if self._experts.bias:
+                out += self.weights[f"expert_{name}.bias"][chosen_Tk.long()].flatten(1)
+
+    def _tiles(self, x_CE: Tensor, *, whole: bool = False) -> Iterator[slice]:
+        """Yield slices of the tokens that pass through the experts at once."""
+        tokens = x_CE.shape[0]
+        size = tokens if whole else expert_tile_tokens(self._experts, device=x_CE.device.type)
+        for start in range(0, tokens, max(1, size)):
+            yield slice(start, min(start + size, tokens))
 
     def _weights_of_all(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the weights of all experts, 0 of those that are not chosen, ``[C, X]``."""
@@ -221,6 +241,17 @@ class ExpertMlp:
             return None
         own = DenseMlp(self.model, self.weights, self.adapter_scale, prefix="shared_")
         return SharedMlp(own, self._experts.shared_switch)
+
+
+class _Gradients(NamedTuple):
+    """Gradients of a tile in its experts' backward."""
+
+    dy_TE: Tensor
+    """Gradient of the output."""
+    dweights_Tk: Tensor
+    """Gradient of the weights of the chosen experts, to which that through the experts is added."""
+    dn2_TE: Tensor
+    """Memory of the gradient of the tokens."""
 
 
 class ExpertOrder(NamedTuple):
@@ -253,11 +284,11 @@ class ExpertOrder(NamedTuple):
         """Write rows to their pairs, which are side by side in tokens."""
         into_CK.view(x_RF.shape).index_copy_(0, self.pairs_R, x_RF)
 
-    def sum_of_pairs(self, x_RE: Tensor) -> Tensor:
-        """Return the sum of the rows of each token, ``[C, E]``, always in the same order."""
+    def sum_of_pairs(self, x_RE: Tensor, *, into_TE: Tensor) -> None:
+        """Write the sum of the rows of each token, ``[T, E]``, always in the same order."""
         pairs_RE = torch.empty_like(x_RE)
         self.write_pairs(x_RE, pairs_RE)
-        return pairs_RE.view(-1, self.per_token, x_RE.shape[1]).sum(1)
+        torch.sum(pairs_RE.view(-1, self.per_token, x_RE.shape[1]), 1, out=into_TE)
 
     def give(self, gradients: GradientSink, name: str, dy_RO: Tensor, x_RI: Tensor) -> None:
         """Give the operands of the gradients of stacked matrices to a sink."""
@@ -309,6 +340,11 @@ class SharedMlp:
     @property
     def _switch(self) -> Projection:
         return Projection("shared_switch", self.mlp.weights, self.mlp.adapter_scale)
+
+
+def _rows(tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Return the same rows of several tensors."""
+    return {name: tensor[rows] for name, tensor in tensors.items()}
 
 
 def by_expert(x_CK: Tensor, weights_Ck: Tensor) -> Tensor:

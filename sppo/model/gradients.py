@@ -24,6 +24,11 @@ class GradientSink(Protocol):
     caller must neither overwrite nor reuse their memory.
     """
 
+    @property
+    def takes_tiles(self) -> bool:
+        """True if :meth:`expert_products` may be called for every tile of tokens."""
+        ...
+
     def trains(self, name: str) -> bool:
         """Return whether the gradient of the parameter ``name`` is to be given to the sink."""
         ...
@@ -58,6 +63,8 @@ class GradientSum:
     Args:
         totals: Buffers of the parameters that train.
     """
+
+    takes_tiles = True
 
     def __init__(self, totals: Mapping[str, Tensor]) -> None:
         self._totals = totals
@@ -111,6 +118,8 @@ class DeferredGradients:
     Args:
         names: Names of the layer's parameters that train.
     """
+
+    takes_tiles = True
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

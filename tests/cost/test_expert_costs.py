@@ -35,8 +35,10 @@ def test_few_rows_of_each_expert_take_as_long_as_their_weights_are_read():
 
 
 def test_many_rows_of_each_expert_take_as_long_as_their_flops():
-    tokens = 1 << 20
-    flops = 2 * tokens * (PER_TOKEN * 3 * 2048 * 768 + 2048 * (2 * 4096 + 2 * 512 + 128))
+    """In tiles of 1024 rows of each expert, of which half a product's 128 rows are empty."""
+    tokens, filled = 1 << 20, 1024 / (1024 + 64)
+    of_experts = PER_TOKEN * 3 * 2048 * 768 / filled
+    flops = 2 * tokens * (of_experts + 2048 * (2 * 4096 + 2 * 512 + 128))
     peak = H100.device.bf16_flops_per_s * H100.device.gemm_efficiency
     assert passes(tokens)["forward"]["products"][0] == pytest.approx(flops / peak, rel=0.02)
 
@@ -73,6 +75,12 @@ def test_gradients_of_all_experts_are_summed_for_every_subsequence():
     sums = passes(1024, 2048)["weight"]["gradient_sums"]
     weights = EXPERT_WEIGHTS + 2048 * (2 * 4096 + 2 * 512 + 128)
     assert sums == pytest.approx(np.full(2, 8 * weights / H100.device.memory_bytes_per_s))
+
+
+def test_tiles_of_many_tokens_add_their_gradients_one_by_one():
+    """A tile has 1024 rows of each of 128 experts, of which a token has 8: 16Ki tokens."""
+    one, four = (passes(16384 * n)["weight"]["gradient_sums"][0] for n in (1, 4))
+    assert four - one == pytest.approx(3 * 8 * EXPERT_WEIGHTS / H100.device.memory_bytes_per_s)
 
 
 def test_deferred_products_keep_a_row_for_each_expert_of_a_token():

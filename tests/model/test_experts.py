@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sppo.config.routing import RoutingConfig
+from sppo.cost import tiles
 from sppo.cost.parameters import layer_shapes
 from sppo.model import experts as experts_module
 from sppo.model.experts import ExpertMlp
@@ -93,6 +94,38 @@ def test_forward_and_backward_are_those_of_autograd(kind):
     saved = {"chosen": inputs["chosen"]}  # all else is recomputed
     assert_equal(run.backward(dict(inputs), deferred=True), expected)
     assert_equal(run.backward(saved), expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "glm"])
+def test_tiles_of_tokens_have_the_same_output_and_gradients(kind, monkeypatch):
+    """19 tokens in tiles of 6; a sink that sums over ranks takes those of all tokens at once."""
+    run = Run(kind)
+    with torch.no_grad():
+        inputs = run.mlp().inputs(run.x)
+        output = run.mlp().output(inputs)
+    expected = run.backward({"chosen": inputs["chosen"]})
+    monkeypatch.setitem(tiles.EXPERT_ROWS, "cpu", 2)
+    with torch.no_grad():
+        inputs = run.mlp().inputs(run.x)
+        assert torch.allclose(run.mlp().output(inputs), output, rtol=1e-12, atol=1e-12)
+    calls = []
+    monkeypatch.setattr(
+        GradientSum, "expert_products", _counted(GradientSum.expert_products, calls)
+    )
+    assert_equal(run.backward(dict(inputs)), expected)
+    assert calls.count("expert_down.weight") == 4
+    calls.clear()
+    monkeypatch.setattr(GradientSum, "takes_tiles", False)
+    assert_equal(run.backward({"chosen": inputs["chosen"]}), expected)
+    assert calls.count("expert_down.weight") == 1
+
+
+def _counted(method, calls):
+    def call(sink, name, **operands):
+        calls.append(name)
+        method(sink, name, **operands)
+
+    return call
 
 
 @pytest.mark.parametrize("kind", ["softmax", "gpt-oss", "glm"])

@@ -1,10 +1,10 @@
 """Live sets of the experts of a layer, beside the tensors of the layer that are live meanwhile.
 
-:mod:`sppo.model.experts` sorts the pairs of a token and an expert, so there are k rows of each
-token, whatever the routing.
+:mod:`sppo.model.experts` sorts the pairs of a token and an expert of a tile of tokens, so there are
+k rows of each token, whatever the routing.
 
-Legend: C tokens of the subsequence on one device, E hidden, F MLP width of an expert, X experts, k
-experts per token, R = C k rows.
+Legend: C tokens of the subsequence on one device, T tokens of a tile, E hidden, F MLP width of an
+expert, X experts, k experts per token, R = T k rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.cpu_scratch import product_bytes, weight_gradient_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.parameters import parameter_kind
+from sppo.cost.tiles import expert_tile_tokens
 
 _INDEX_BYTES = 8
 _SORTING_BYTES = 18
@@ -28,55 +29,70 @@ _SCORE_GRADIENTS = 7
 
 def mlp_forward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live sets of the forward."""
-    experts = _experts(s)
-    rows_E, rows_F, order = _row_bytes(s, s.model.hidden_size), s.mlp_bytes, _order_bytes(s)
+    experts, tile = _experts(s), _Tile(s, _tile_tokens(s))
     choice = _wide_bytes(s, experts.per_token)  # weights of the chosen
     yield "router", s.hidden_bytes + _SCORES * _wide_bytes(s, experts.count) + choice
-    yield "sorting", s.hidden_bytes + choice + _row_bytes(s, 1, each=_SORTING_BYTES)
-    # Both projections by tokens, and the rows of one.
-    of_experts = rows_E + 3 * rows_F + order + choice
-    yield "expert inputs", s.hidden_bytes + of_experts + product_bytes(s)
+    # Both projections by tokens.
+    inputs = s.hidden_bytes + choice + 2 * s.mlp_bytes
+    yield "sorting", inputs + tile.sorting
+    yield "expert inputs", inputs + tile.rows_E + tile.rows_F + tile.order + product_bytes(s)
     yield "shared inputs", s.hidden_bytes + s.gates_bytes + choice + product_bytes(s)
-    base = s.gates_bytes + order + choice
-    yield "expert activation", base + 2 * rows_F
-    yield "expert output", base + rows_F + rows_E + product_bytes(s)
-    yield "sum over experts", base + 2 * rows_E + s.hidden_bytes
+    base = s.gates_bytes + choice + s.hidden_bytes  # the output
+    yield "expert activation", base + tile.order + 2 * tile.rows_F
+    yield "expert output", base + tile.order + tile.rows_F + tile.rows_E + product_bytes(s)
+    yield "sum over experts", base + tile.order + 2 * tile.rows_E
     shared = s.shared_bytes + s.adapter_bytes("shared_down") + product_bytes(s)
-    yield "shared output", base + 2 * s.hidden_bytes + shared
+    yield "shared output", base + s.hidden_bytes + shared
 
 
 def mlp_backward(s: TensorSizes) -> Iterator[LiveSet]:
     """Yield the live sets of the backward."""
-    experts = _experts(s)
-    rows_E, rows_F, order = _row_bytes(s, s.model.hidden_size), s.mlp_bytes, _order_bytes(s)
+    experts, recomputed = _experts(s), _Tile(s, _tile_tokens(s))
+    # Ranks of a shard send the gradients of all their tokens at once.
+    tile = _Tile(s, s.tokens) if s.is_shard else recomputed
     # n2, and the weights of the chosen with their gradient.
-    base = s.hidden_bytes + 2 * _wide_bytes(s, experts.per_token) + order
+    base = s.hidden_bytes + 2 * _wide_bytes(s, experts.per_token)
+    again = recomputed.order + recomputed.rows_E + recomputed.rows_F
+    yield "expert inputs recomputed", base + again + product_bytes(s)
+    base += s.hidden_bytes  # dn2
     scratch = max(product_bytes(s), _weight_gradient_bytes(s))
-    yield "expert inputs recomputed", base + rows_E + rows_F + product_bytes(s)
-    yield "expert activation backward", base + rows_E + 2 * rows_F + scratch
+    of_activation = tile.order + tile.rows_E + 2 * tile.rows_F
+    yield "expert activation backward", base + of_activation + scratch
     # Rows of n2 and of two of their gradients, and rows of the gradient of a gate or an up.
-    yield "expert backward", base + 3 * rows_E + rows_F + scratch
-    yield "sum of gradients over experts", base + 2 * rows_E + s.hidden_bytes
+    yield "expert backward", base + tile.order + 3 * tile.rows_E + tile.rows_F + scratch
     factors = s.adapter_bytes("shared_gate", "shared_up", "shared_down")
     of_shared = 3 * s.shared_bytes + 2 * s.hidden_bytes + 2 * factors
-    yield "shared backward", base + s.hidden_bytes + of_shared + scratch
-    scores = _SCORE_GRADIENTS * _wide_bytes(s, experts.count)
-    yield "router backward", base + s.hidden_bytes + scores
+    yield "shared backward", base + of_shared + scratch
+    yield "router backward", base + _SCORE_GRADIENTS * _wide_bytes(s, experts.count)
 
 
-def _row_bytes(s: TensorSizes, width: int, *, each: int | None = None) -> int:
-    """Return the bytes of a tensor with a row for each pair of a token and an expert."""
-    return s.pooled(s.tokens * _experts(s).per_token * width * (each or s.element_bytes))
+class _Tile:
+    """Bytes of tensors with a row for each pair of an expert and a token of a tile.
+
+    Args:
+        s: Sizes of the subsequence.
+        tokens: Tokens of the tile.
+    """
+
+    def __init__(self, s: TensorSizes, tokens: int) -> None:
+        experts = _experts(s)
+        rows = tokens * experts.per_token
+        self.rows_E = s.pooled(rows * s.model.hidden_size * s.element_bytes)
+        self.rows_F = s.pooled(rows * experts.mlp_size * s.element_bytes)
+        self.sorting = s.pooled(rows * _SORTING_BYTES)
+        self.order = 2 * s.pooled(rows * _INDEX_BYTES)
+        """Bytes of the pairs in the order of their experts, and of their tokens."""
+
+
+def _tile_tokens(s: TensorSizes) -> int:
+    """Return the tokens that pass through the experts at once."""
+    kind = s.workload.hardware.device.kind
+    return min(s.tokens, expert_tile_tokens(_experts(s), device=kind))
 
 
 def _wide_bytes(s: TensorSizes, width: int) -> int:
     """Return the bytes of an fp32 tensor [C, width]."""
     return s.pooled(s.tokens * width * ACCUMULATION_BYTES)
-
-
-def _order_bytes(s: TensorSizes) -> int:
-    """Return the bytes of the pairs in the order of their experts, and of their tokens."""
-    return 2 * _row_bytes(s, 1, each=_INDEX_BYTES)
 
 
 def _weight_gradient_bytes(s: TensorSizes) -> int:

@@ -36,6 +36,7 @@ class TensorSizes:
         kind: Kind of the layer; None for that of the last layer.
         recomputes_windows: Whether a layer with a window keeps K and V in part, and puts those that
             the subsequence sees together.
+        is_shard: Whether the tokens are an MSP shard.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TensorSizes:
         defers: bool = False,
         kind: LayerKind | None = None,
         recomputes_windows: bool = False,
+        is_shard: bool = False,
     ) -> None:
         model, device = workload.model, workload.hardware.device
         degree, element_bytes = workload.sequence_parallel_degree, workload.element_bytes
@@ -92,6 +94,8 @@ class TensorSizes:
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
         self.kind = kind or layer_kinds(model, workload.trainable)[-1]
         """Type of the layer, its adapters, and what trains in it."""
+        self.is_shard = is_shard
+        """Whether the tokens are an MSP shard."""
         self._recomputes_windows = recomputes_windows
         self._ranks = {
             name.removesuffix(f".{LORA_A}"): rank

@@ -64,6 +64,7 @@ def working_sets(
         defers=defers,
         kind=kind,
         recomputes_windows=recomputes_windows,
+        is_shard=shard is not None,
     )
     forward = layer_forward(sizes, recomputed=recomputed)
     backward = layer_backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)

@@ -34,6 +34,9 @@ class SharedGradients:
         device: Device of the gradients.
     """
 
+    takes_tiles = False
+    """Every gradient is sent once."""
+
     def __init__(
         self,
         exchange: MspExchange,

@@ -83,21 +83,27 @@ def working_bytes_on_few_experts(rank, directory):
 
 
 @pytest.mark.parametrize(
-    ("policy", "multiplexed"),
+    ("policy", "multiplexed", "tokens"),
     [
-        ("keep_attention", "on"),
-        pytest.param("retain", "off", marks=pytest.mark.exhaustive),
-        pytest.param("recompute", "off", marks=pytest.mark.exhaustive),
+        ("keep_attention", "on", 512),
+        ("retain", "off", 1024),
+        pytest.param("retain", "off", 512, marks=pytest.mark.exhaustive),
+        pytest.param("recompute", "off", 512, marks=pytest.mark.exhaustive),
+        pytest.param("recompute", "off", 2048, marks=pytest.mark.exhaustive),
+        pytest.param("keep_attention", "on", 2048, marks=pytest.mark.exhaustive),
     ],
 )
-def test_experts_take_what_is_planned_whatever_tokens_choose(ranks, tmp_path, policy, multiplexed):
+def test_experts_take_what_is_planned_whatever_tokens_choose(
+    ranks, tmp_path, policy, multiplexed, tokens
+):
+    """683 tokens pass through the experts at once."""
     if install_cpu_allocator() is None:
         pytest.skip("torch's CPU tensors live in the C heap here")
     write_tokens(tmp_path / "tokens", num_tokens=20000)
     write_run(
         tmp_path / "run.yaml",
         model={**MODEL, "experts": EXPERTS},
-        sequence={"length": 2048, "num_subsequences": 4},
+        sequence={"length": 2048, "num_subsequences": 2048 // tokens},
         parallel={"pipeline_parallel_degree": 2, "multiplexed": multiplexed},
         activations={"policy": policy},
         train={"steps": 2, "dtype": "fp32", "sequences_per_step": 1, "output": "out"},
