@@ -39,7 +39,9 @@ from sppo.cost.memory.unit_working_sets import (
     queries_bytes,
 )
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
-from sppo.cost.stage_cost import kinds_of_stages, placed_bytes, weight_operand_bytes
+from sppo.cost.stages.saved_bytes import placed_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
+from sppo.cost.stages.stage_cost import kinds_of_stages
 from sppo.schedule.costs import Table
 
 
