@@ -38,7 +38,6 @@ from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
-from sppo.cost.layer import ACCUMULATION_BYTES, Mechanism, Workload
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.messages import exchanged_bytes
 from sppo.cost.memory.stage_memory import StageMemory
@@ -48,6 +47,7 @@ from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.stages.stage_cost import stage_costs
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
+from sppo.cost.workload import ACCUMULATION_BYTES, Mechanism, Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, divisors
 from sppo.schedule.orders.names import LOOPED

@@ -27,13 +27,14 @@ from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
-from sppo.cost.layer import PART_NAMES, Workload
+from sppo.cost.layer import PART_NAMES
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.stages.seconds import stage_parts, stage_seconds
 from sppo.cost.stages.stage_cost import stage_costs
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
+from sppo.cost.workload import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.schedule.program import generate, lower

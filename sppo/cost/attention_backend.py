@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 
 _MOST_HEAD_SIZE = {"cudnn": 128, "flash_attn_4": 128}
 _FLASH_HEAD_SIZE, _FLASH_MULTIPLE = 256, 8

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from sppo.activations.placement import Counts
 from sppo.config.model import ModelConfig
-from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import LayerKind, count_kinds
 from sppo.cost.packed_sequence import (
     PackedSequence,
@@ -24,6 +23,7 @@ from sppo.cost.packed_sequence import (
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.cost.trainable import Trainable, layers_with_backward, layers_without_backward
+from sppo.cost.workload import Workload
 from sppo.hardware.description import Tier
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.orders.names import LOOPED, order_of

@@ -15,13 +15,14 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_of_sequences
-from sppo.cost.layer import ACCUMULATION_BYTES, head_parts, saving_seconds, summed
+from sppo.cost.layer import head_parts, saving_seconds, summed
 from sppo.cost.live_sets.working_set import same_prefixes
 from sppo.cost.memory.messages import exchanged_bytes, sent_bytes, tokens_held
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 from sppo.cost.memory.unit_working_sets import loss_bytes, running_bytes
 from sppo.cost.sharding.weight_parts import rank_parts
 from sppo.cost.stages.stage_cost import costs_without_activations
+from sppo.cost.workload import ACCUMULATION_BYTES
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.program import forward_program

@@ -22,9 +22,10 @@ from sppo.activations.block_layout import (
 from sppo.activations.placement import Counts
 from sppo.config.model import LayerType
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
+from sppo.cost.layer import kv_seconds
 from sppo.cost.layer_kinds import LayerKind, Shapes
 from sppo.cost.sharding.collectives import layer_gather_seconds
+from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 from sppo.schedule.costs import SeenKV, Table
 from sppo.schedule.transfers.copies import KVPlacement
 

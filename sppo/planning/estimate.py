@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sppo.activations.policy import POLICIES, saved_bytes_per_token
 from sppo.config.run import RunConfig
-from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.cost.trainable import parameter_counts, trainable_of_run
+from sppo.cost.workload import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import Draw, with_chosen_degrees
 from sppo.planning.elastic.longest_samples import run_of_longest_samples

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.cost.flops import head_flops
-from sppo.cost.layer import PART_NAMES, Workload
+from sppo.cost.layer import PART_NAMES
 from sppo.cost.stages.executed_flops import flops_of_parts
 from sppo.cost.stages.links import copy_bytes_per_s, message_seconds
 from sppo.cost.stages.seconds import stage_parts, stage_seconds
+from sppo.cost.workload import Workload
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 PARTS: Mapping[str, str] = {

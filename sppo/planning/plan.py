@@ -24,10 +24,10 @@ from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import Trainable, trainable_of_sections
+from sppo.cost.workload import Workload
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.planning.partition import lengths_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate

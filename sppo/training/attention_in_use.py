@@ -12,7 +12,7 @@ from itertools import pairwise, product
 
 from sppo.config import RunConfig
 from sppo.cost.attention_backend import planned_backend
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.kernels.attention.choice import (
     CAPABILITIES,

@@ -18,11 +18,11 @@ from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.checkpoint.newest import Checkpoint, find_checkpoint
 from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
-from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
 from sppo.cost.memory.state_memory import checkpoint_bytes
 from sppo.cost.trainable import parameter_counts, trainable_of_run
+from sppo.cost.workload import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.data.run_tokens import open_sources
 from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.label_share import with_label_share

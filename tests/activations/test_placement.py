@@ -21,7 +21,7 @@ from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decid
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate

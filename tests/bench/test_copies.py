@@ -13,9 +13,9 @@ from sppo.bench.copies import CopyMeasurements, CopyPoint, busy_rates, measure_p
 from sppo.bench.hardware_description import describe
 from sppo.cli.bench_tables import copies_screen
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.stages.links import copy_bytes_per_s
 from sppo.cost.stages.seconds import stage_seconds
+from sppo.cost.workload import Workload
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk.disk_room import DiskRoom

@@ -10,10 +10,11 @@ from sppo.bench.hardware_description import describe
 from sppo.bench.operands import Operands
 from sppo.bench.suite import Measurements
 from sppo.bench.timing import KernelBench, Rounds, Timing
-from sppo.cost.layer import Workload, attention_seconds
+from sppo.cost.layer import attention_seconds
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed
 from sppo.cost.trainable import EVERYTHING
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint
 from tests.bench.test_timing import bench_of

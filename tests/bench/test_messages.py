@@ -13,9 +13,9 @@ from sppo.bench.messages import MessageMeasurements, measure_messages
 from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.stages.links import message_bytes, message_seconds
 from sppo.cost.trainable import Adapter, Trainable
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import step_parts
 from sppo.planning.search.bounds import least_seconds

@@ -14,9 +14,10 @@ from sppo.activations.policy import saved_tensors
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.elementwise import PASSES, layer_work, saving_work
-from sppo.cost.layer import Workload, update_seconds
+from sppo.cost.layer import update_seconds
 from sppo.cost.parameters import layer_shapes
 from sppo.cost.stages.seconds import stage_seconds
+from sppo.cost.workload import Workload
 from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData

@@ -7,13 +7,14 @@ from sppo.config import PRESETS as MODELS
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.expert_products import expert_kernels
-from sppo.cost.layer import Workload, layer_parts
+from sppo.cost.layer import layer_parts
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import num_parameters
 from sppo.cost.stages.seconds import weight_operand_bytes
 from sppo.cost.stages.stage_cost import costs_without_activations
 from sppo.cost.trainable import EVERYTHING
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 
 MODEL = ModelConfig.model_validate({**MODELS["qwen3-30b-a3b"], "num_layers": 2})

@@ -18,7 +18,7 @@ from sppo.cost.flops import (
     recomputed_linear_flops,
 )
 from sppo.cost.kv import kv_bytes_per_token
-from sppo.cost.layer import Workload, layer_parts, summed
+from sppo.cost.layer import layer_parts, summed
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
@@ -27,6 +27,7 @@ from sppo.cost.sharding.weight_parts import device_parameters
 from sppo.cost.stages.seconds import stage_seconds, weight_operand_bytes
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluation import evaluate_candidate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config

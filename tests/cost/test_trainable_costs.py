@@ -10,7 +10,7 @@ import pytest
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import head_flops, model_flops, partition_costs, step_flops
-from sppo.cost.layer import Workload, layer_parts
+from sppo.cost.layer import layer_parts
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
@@ -18,6 +18,7 @@ from sppo.cost.stages.seconds import stage_seconds, streamed_bytes, weight_opera
 from sppo.cost.stages.stage_cost import costs_without_activations
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import rates_used
 from sppo.planning.search.evaluation import evaluate_candidate

@@ -8,9 +8,9 @@ from sppo.config import PRESETS as MODELS
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token, kv_of_sequences, windowed_kv_seconds
-from sppo.cost.layer import Workload
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.stages.stage_cost import costs_without_activations
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sppo.cost.attention_backend import planned_backend
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 from sppo.kernels import fused
 from sppo.kernels.attention import interface, rectangle_attention
 from sppo.kernels.attention.choice import AttentionKernel

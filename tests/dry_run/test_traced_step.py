@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sppo.cost.attention_backend import planned_backend
-from sppo.cost.layer import Workload
 from sppo.cost.parameters import num_parameters
+from sppo.cost.workload import Workload
 from sppo.engine import unit
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.attention.choice import CAPABILITIES

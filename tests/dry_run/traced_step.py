@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from sppo.config.run import RunConfig
-from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.workload import Workload
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.sharding.weight_parts import device_parameters, sharded_parameters
 from sppo.cost.trainable import Adapter, Trainable
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.mesh_shape import Coordinates, MeshShape

@@ -1,7 +1,7 @@
 """Memory of a run on one CPU device, as the planner predicts it."""
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluation import evaluate_candidate
 

@@ -8,8 +8,9 @@ import pytest
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import PART_NAMES, Workload
+from sppo.cost.layer import PART_NAMES
 from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.workload import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for

@@ -15,8 +15,8 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.trainable import EVERYTHING, Trainable
+from sppo.cost.workload import Workload
 from sppo.data.order import SequenceOrder
 from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.sample_table import SampleTable, sample_table

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from math import gcd
 
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.attention_block_sizes import (
     CAUSAL_TOKENS,
     HALF_TOKENS,
@@ -22,6 +21,7 @@ from sppo.cost.live_sets.attention_block_sizes import (
 )
 from sppo.cost.live_sets.cpu_scratch import cast_bytes, flash_bytes, flash_output_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
+from sppo.cost.workload import ACCUMULATION_BYTES
 
 LEAST_PART_KEYS = 512
 """Fewest keys of a part of a rectangle whose keys are divided over threads because it has fewer

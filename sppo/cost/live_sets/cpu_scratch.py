@@ -6,10 +6,10 @@ are in :mod:`sppo.cost.live_sets.gpu_attention_live_sets`.
 
 from __future__ import annotations
 
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.parameters import parameter_kind
 from sppo.cost.tiles import product_rows
+from sppo.cost.workload import ACCUMULATION_BYTES
 from sppo.units import MIB
 
 TILE_BYTES = MIB

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sppo.config.model import Experts
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.cpu_scratch import product_bytes, weight_gradient_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.parameters import parameter_kind
 from sppo.cost.tiles import expert_tile_tokens
+from sppo.cost.workload import ACCUMULATION_BYTES
 
 _INDEX_BYTES = 8
 _SORTING_BYTES = 18

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sppo.cost.layer import ACCUMULATION_BYTES as _WIDE
 from sppo.cost.live_sets.attention_block_sizes import Block, largest_blocks
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
+from sppo.cost.workload import ACCUMULATION_BYTES as _WIDE
 from sppo.units import MIB
 
 SPAN_KEYS = 16384

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.cpu_scratch import mlp_gradient_bytes, product_bytes, tiles_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
+from sppo.cost.workload import ACCUMULATION_BYTES
 
 
 def mlp_forward(s: TensorSizes) -> Iterator[LiveSet]:

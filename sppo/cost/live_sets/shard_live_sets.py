@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.cpu_scratch import mlp_gradient_bytes, product_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.trainable import LORA_A, LORA_B
+from sppo.cost.workload import ACCUMULATION_BYTES
 
 _MLP = {
     "MLP backward": ("down", "up", "gate"),

@@ -11,9 +11,9 @@ from functools import cached_property
 
 from sppo.activations.tensor_classes import mlp_widths
 from sppo.cost.attention_backend import planned_backend
-from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.layer_kinds import LayerKind, layer_kinds, num_rotations
 from sppo.cost.trainable import LORA_A
+from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 
 LiveSet = tuple[str, int]
 """Name of a point of a pass, and bytes of the tensors that are live at this point."""

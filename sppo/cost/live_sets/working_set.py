@@ -16,13 +16,13 @@ from operator import itemgetter
 import numpy as np
 
 from sppo.activations.placement import Counts
-from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import LayerKind
 from sppo.cost.live_sets.attention_block_sizes import PREFIX_KEYS
 from sppo.cost.live_sets.gpu_attention_live_sets import CALL_ELEMENTS, SPAN_KEYS
 from sppo.cost.live_sets.layer_live_sets import layer_backward, layer_forward, loss
 from sppo.cost.live_sets.shard_live_sets import ShardSizes, shard_backward, shard_forward
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
+from sppo.cost.workload import Workload
 
 
 @lru_cache(maxsize=1 << 15)

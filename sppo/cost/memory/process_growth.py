@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from sppo.activations.placement import ROW_ALIGNMENT
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import ACCUMULATION_BYTES, Workload
+from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 from sppo.units import KIB, MIB
 
 STEPS_BYTES = 10 * MIB

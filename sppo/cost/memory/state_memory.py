@@ -12,7 +12,6 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.communicators import communicators_bytes
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
@@ -29,6 +28,7 @@ from sppo.cost.sharding.weight_parts import (
     streamed_weights,
 )
 from sppo.cost.trainable import trains_head
+from sppo.cost.workload import ACCUMULATION_BYTES
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 

@@ -20,11 +20,11 @@ from sppo.activations.tensor_classes import (
     class_bytes_per_token,
 )
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import LayerKind, kinds_of_model
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
 from sppo.cost.stages.stage_cost import kinds_of_stages
+from sppo.cost.workload import Workload
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 

@@ -16,8 +16,8 @@ from functools import lru_cache
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.sharding.weight_parts import ElementsByCopies, ShardedParts, sharded_parts
+from sppo.cost.workload import ACCUMULATION_BYTES
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 from sppo.units import MIB

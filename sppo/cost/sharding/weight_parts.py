@@ -19,10 +19,10 @@ from math import prod
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import LayerKind, Shapes, count_kinds, elements
 from sppo.cost.parameters import COLUMNS, KEYS, ROWS, outer_parts
 from sppo.cost.trainable import is_whole_factor, trains_head
+from sppo.cost.workload import Workload
 from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import Table
 

@@ -12,11 +12,9 @@ import numpy as np
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.layer import (
-    ACCUMULATION_BYTES,
     PART_NAMES,
     PASS_NAMES,
     Parts,
-    Workload,
     head_parts,
     layer_parts,
     summed,
@@ -34,6 +32,7 @@ from sppo.cost.sharding.collectives import (
 from sppo.cost.sharding.weight_parts import kept_parameters, parameters_by_copies, streamed_weights
 from sppo.cost.stages.links import copy_engines
 from sppo.cost.trainable import LORA_A, LORA_B
+from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 

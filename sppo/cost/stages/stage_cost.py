@@ -24,12 +24,12 @@ from sppo.cost.kv import (
     seen_kv_of_units,
     windowed_kv_seconds,
 )
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.layer_kinds import LayerKind, elements
 from sppo.cost.sharding.collectives import last_reduction_seconds, unit_collective_seconds
 from sppo.cost.stages.links import copy_engines, message_bytes, message_seconds, pipeline_links
 from sppo.cost.stages.saved_bytes import placed_bytes
 from sppo.cost.stages.seconds import of_units, stage_seconds, streamed_bytes, weight_operand_bytes
+from sppo.cost.workload import ACCUMULATION_BYTES
 from sppo.schedule.costs import Costs, LayerCopies, SeenKV, Table
 
 

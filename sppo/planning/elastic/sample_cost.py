@@ -8,9 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from sppo.cost.layer import Workload, attention_seconds, head_parts, layer_parts, summed
+from sppo.cost.layer import attention_seconds, head_parts, layer_parts, summed
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import SampleParts
+from sppo.cost.workload import Workload
 from sppo.hardware.rates import Floats
 
 _POINTS_PER_DOUBLING = 4

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from sppo.cost.layer import CostCorrection
+from sppo.cost.workload import CostCorrection
 
 MOST_FACTOR = 8.0
 """Largest factor of a correction; the smallest is its inverse. Presets are not further off, but

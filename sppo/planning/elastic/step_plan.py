@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sppo.activations.subsequence_placement import SubsequencePlacement
-from sppo.cost.layer import UNCORRECTED
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stages.executed_flops import executed_flops
+from sppo.cost.workload import UNCORRECTED
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.step_correction import StepCorrection
 from sppo.planning.make_plan import compute_seconds, stage_plans

@@ -23,8 +23,8 @@ import numpy as np
 
 from sppo.activations.placement import ROW_ALIGNMENT
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.state_tiers import ON_DEVICE
+from sppo.cost.workload import ACCUMULATION_BYTES
 from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.mesh import SliceMesh, equal_mesh, mesh_of_first_slice, planned_mesh
 from sppo.planning.elastic.packing import (

@@ -7,8 +7,8 @@ from itertools import product
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.trainable import trainable_of_run
+from sppo.cost.workload import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import (
     CHOSEN_UNITS,

@@ -5,10 +5,10 @@ from itertools import accumulate
 import pytest
 import torch
 
-from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import layer_kinds
 from sppo.cost.live_sets import working_set as planned
 from sppo.cost.trainable import Adapter, Trainable
+from sppo.cost.workload import Workload
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.model.gradients import zero_gradients

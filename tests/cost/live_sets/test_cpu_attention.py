@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sppo.config.model import ModelConfig
-from sppo.cost.layer import Workload
 from sppo.cost.live_sets.cpu_attention_live_sets import attention_backward, attention_forward
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.kernels import half_products
 from sppo.kernels.attention import cpu_flash

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sppo.config.model import ModelConfig
-from sppo.cost.layer import Workload
 from sppo.cost.live_sets import gpu_attention_live_sets as planned
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.attention import torch_blocks
 from sppo.kernels.attention.call import AttentionCall

@@ -10,7 +10,6 @@ import torch
 from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
-from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import layer_kinds
 from sppo.cost.live_sets import (
     attention_block_sizes,
@@ -21,6 +20,7 @@ from sppo.cost.live_sets import (
     tensor_sizes,
 )
 from sppo.cost.live_sets import working_set as planned
+from sppo.cost.workload import Workload
 from sppo.engine.engine import Engine
 from sppo.engine.msp import gradients as msp_gradients
 from sppo.engine.pipeline import Pipeline

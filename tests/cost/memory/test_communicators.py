@@ -6,7 +6,7 @@ import pytest
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.communicators import communicators_bytes
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import KIB

@@ -21,10 +21,10 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.activations.subsequence_placement import planned_placement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensor_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.live_sets.working_set import working_sets
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.unit_working_sets import block_layout, joined_bytes
+from sppo.cost.workload import Workload
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.memory.messages import MOST_SENDS, sent_bytes, tokens_held
+from sppo.cost.workload import Workload
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import ActionKind

@@ -6,7 +6,6 @@ import pytest
 
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.memory.process_growth import (
     ACTION_BYTES,
     CODE_BYTES,
@@ -20,6 +19,7 @@ from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
 from sppo.cost.memory.state_memory import checkpoint_bytes
 from sppo.cost.parameters import num_parameters
 from sppo.cost.state_tiers import StateTiers
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import KIB

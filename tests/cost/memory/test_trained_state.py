@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.memory.state_memory import checkpoint_bytes, state_memory
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
+from sppo.cost.workload import Workload
 from sppo.engine.pipeline import Pipeline
 from sppo.hardware.presets import PRESETS
 from sppo.optim.sharded_state import ShardedState

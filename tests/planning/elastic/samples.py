@@ -6,7 +6,7 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 from tests.planning.cases import A100, run_config
 
 LONGEST = 1 << 17

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sppo.config.model import ModelConfig
-from sppo.cost.layer import Workload
+from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.planning.elastic.mesh import equal_mesh, mesh_of_first_slice
 from sppo.planning.elastic.sample_cost import sample_cost

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sppo.cost.layer import UNCORRECTED, CostCorrection
 from sppo.cost.stages.seconds import stage_seconds
+from sppo.cost.workload import UNCORRECTED, CostCorrection
 from sppo.planning.elastic.sample_cost import sample_cost
 from sppo.planning.elastic.step_correction import (
     MOST_FACTOR,

@@ -7,8 +7,8 @@ import pytest
 
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.workload import Workload
 from sppo.data.samples.length_distributions import draw
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
