@@ -233,11 +233,11 @@ def _kv_agrees(run: RunConfig) -> Broken:
             f"parallel.schedule={parallel.schedule} uses K and V of several stages at once; write "
             "looped_bfs or auto, or leave activations.kv out",
         )
-    elif parallel.multiplexed == "on":
+    elif parallel.multiplexed == "on" or parallel.schedule == "sppo_msp":
         yield (
             "activations.kv",
-            "ranks that share units (parallel.multiplexed=on) have K and V on the device; leave "
-            "one of the two keys out",
+            "ranks that share units (multiplexed sequence partitioning) have K and V on the "
+            "device; leave one of the two keys out",
         )
 
 

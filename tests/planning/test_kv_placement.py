@@ -90,12 +90,13 @@ def test_layers_with_windows_recompute_keys_in_every_order():
     assert windowed(room).step_s < kept.step_s
 
 
-def test_ranks_that_share_units_keep_all_keys():
+@pytest.mark.parametrize("how", [{"multiplexed": "on"}, {"schedule": "sppo_msp"}])
+def test_ranks_that_share_units_keep_all_keys(how):
     with pytest.raises(ConfigError, match="ranks that share units"):
         run_config(
             GEMMA,
             length=131072,
-            parallel={"multiplexed": "on", "pipeline_parallel_degree": 2},
+            parallel={**how, "pipeline_parallel_degree": 2},
             activations={"kv": "recompute"},
         )
 
