@@ -3,7 +3,8 @@
 Each expert is priced with the same number of rows in every tile of tokens, T k / X. One kernel of a
 GPU multiplies the rows of all experts (:mod:`sppo.kernels.grouped`), so these fill the GPU
 together, but the last tile of each expert is half empty on average. Where experts are multiplied
-one after another, each is a product of its own. In both cases memory transfers the weights of all experts once for each tile.
+one after another, each is a product of its own. In both cases memory transfers the weights of all
+experts once for each tile.
 
 Legend: T tokens of a tile, X experts, k experts of a token.
 """
