@@ -45,7 +45,7 @@ from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.parameters import layer_shapes, num_parameters
-from sppo.cost.stage_cost import stage_costs
+from sppo.cost.stages.stage_cost import stage_costs
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec

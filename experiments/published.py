@@ -30,7 +30,8 @@ from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import PART_NAMES, Workload
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.stage_cost import stage_costs, stage_parts, stage_seconds
+from sppo.cost.stages.seconds import stage_parts, stage_seconds
+from sppo.cost.stages.stage_cost import stage_costs
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec

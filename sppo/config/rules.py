@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import get_args
 
-from sppo.config.huggingface.families import FAMILIES
+from sppo.config.model_rules import MODEL_RULES, Broken
 from sppo.config.optimizer import steps_of
 from sppo.config.problems import MISSING, Problem
 from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig
 from sppo.config.validation import Measure
 from sppo.quoting import quoted
 
-Broken = Iterator[tuple[str, str]]
 _AWAY = ("host", "disk")
 
 
@@ -221,7 +220,7 @@ def _kv_agrees(run: RunConfig) -> Broken:
     parallel, asked = run.parallel, run.activations.kv
     if asked not in ("offload", "recompute"):
         return
-    in_windows = asked == "recompute" and run.model.windows != {None}
+    in_windows = asked == "recompute" and run.model.has_windows
     if parallel.virtual_stages == 1 and not in_windows:
         yield (
             "activations.kv",
@@ -331,83 +330,6 @@ def _decay_suits_schedule(run: RunConfig) -> Broken:
         )
 
 
-def _experts_are_whole(run: RunConfig) -> Broken:
-    """Sharded weights (Megatron) have no experts: every device has all experts of its layers."""
-    if run.model.experts is not None and run.parallel.sequence_parallel == "megatron":
-        yield (
-            "parallel.sequence_parallel",
-            "shards the weights of layers, but not those of model.experts; write ulysses, which "
-            "shards tokens",
-        )
-
-
-def _routing_suits_model(run: RunConfig) -> Broken:
-    """Keys of ``routing`` need experts, and ``routing.bias_update`` a bias to update."""
-    experts = run.model.experts
-    if experts is None:
-        for key, value in run.routing:
-            if value:
-                yield f"routing.{key}", "belongs to model.experts, which this model has none of"
-    elif run.routing.bias_update and not experts.choice_bias:
-        yield (
-            "routing.bias_update",
-            "updates the biases by which experts are chosen; write model.experts.choice_bias=true, "
-            "or balance the load by routing.balance_loss",
-        )
-
-
-def _adapter_suits_model(run: RunConfig) -> Broken:
-    """``adapter.layers`` and ``adapter.targets`` name layers and projections of the model."""
-    if run.adapter is None:
-        return
-    layers, targets = run.adapter.layers, run.adapter.targets
-    last = run.model.num_layers - 1
-    if layers is not None and layers[-1] > last:
-        yield "adapter.layers", f"beyond the last layer of the model, {last}; leave those out"
-    if targets is not None and "gate" in targets and not run.model.gated:
-        rule = f"model.mlp={run.model.mlp} has no gate projection; write targets without gate"
-        yield "adapter.targets", rule
-    experts, of_mlp = run.model.experts, {"gate", "up", "down"}.intersection(targets or ())
-    if of_mlp and experts and not experts.shared_mlp_size and not experts.dense_layers:
-        rule = (
-            "gate, up and down are those of an MLP that all tokens pass through, and model.experts "
-            "has none; experts have no adapters, write targets of q, k, v, o"
-        )
-        yield "adapter.targets", rule
-
-
-def _trained_are_named_once(run: RunConfig) -> Broken:
-    """``train.only`` and ``adapter`` exclude each other, which has ``adapter.also_train``."""
-    if run.adapter is not None and run.train.only is not None:
-        yield (
-            "train.only",
-            "the adapter trains, and beside it only what adapter.also_train names, such as norms; "
-            "leave train.only out, or leave out the section adapter",
-        )
-
-
-def _family_computes_it(run: RunConfig) -> Broken:
-    """The family that ``model.family`` names computes exactly this model, so it can be exported."""
-    family = run.model.family
-    reasons = () if family is None else FAMILIES[family].misfits(run.model)
-    if reasons:
-        rule = f"does not compute this model: {'; '.join(reasons)}; use another family, or null"
-        yield "model.family", rule
-
-
-def _positions_reach(run: RunConfig) -> Broken:
-    """No sequence, also of a validation, is longer than the table of learned positions."""
-    rows = run.model.max_positions
-    if run.model.position != "learned" or rows is None:
-        return
-    rule = f"longer than the {rows} learned positions; "
-    if run.sequence.length > rows:
-        yield "sequence.length", f"{rule}raise model.max_positions or shorten it"
-    for name, own in run.evaluated_sets.items():
-        if own.length is not None and own.length > rows:
-            yield "validation.sets", f"{name}: length {own.length} is {rule}shorten it"
-
-
 def _validation_has_sets(run: RunConfig) -> Broken:
     """A validation has a set, and watches the loss, accuracy or exact matches of one of them."""
     if run.validation is None:
@@ -438,12 +360,7 @@ def _validation_has_sets(run: RunConfig) -> Broken:
 
 RULES = (
     _data_is_named_once,
-    _experts_are_whole,
-    _routing_suits_model,
-    _adapter_suits_model,
-    _trained_are_named_once,
-    _family_computes_it,
-    _positions_reach,
+    *MODEL_RULES,
     _cuts_tile,
     _multiplexing_agrees,
     _virtual_stages_are_served,

@@ -20,7 +20,7 @@ from sppo.config.model import (
     LayerType,
     ModelConfig,
 )
-from sppo.cost.mlp_work import Work, mlp_work
+from sppo.cost.mlp_work import Work, bias_gradients, mlp_work
 
 _ACCUMULATION_BYTES = 4
 
@@ -96,18 +96,14 @@ def layer_work(
     """
     e = model.hidden_size
     query, key = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
-    between: list[str] = []  # kernels on queries and keys between their projection and attention
-    if model.qk_norm is not None:
-        between.append(_QK_NORMS[model.qk_norm])
-    if layer_type.rotation is not None:
-        between.append("rotary")
+    between = _kernels_of_heads(model, layer_type)
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
-    # Queries are saved before their norm, so backward recomputes its output.
-    saved_plain = queries if model.qk_norm else []
     sinks: list[Work] = [("sinks", query)] * model.attention_sinks
     stream, mlp = _stream_work(model), mlp_work(model, layer_type, trained=trained)
     kv = [*stream["input"], *keys, *[("copy", key)] * 2]
-    backward = [*stream["backward"], *mlp["backward"], *saved_plain]
+    backward, recompute = [*stream["backward"], *mlp["backward"]], list[Work]()
+    # Queries are saved before their norm if there is one, and after their rotation otherwise.
+    (backward if model.qk_norm else recompute).extend(queries)
     for width in (query, key):
         backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
     if element_bytes < _ACCUMULATION_BYTES:
@@ -115,13 +111,12 @@ def layer_work(
     if "sinks.weight" in trained:
         backward.append(("sink_gradient", query))
     widths = {"q": query, "k": key, "v": key, "o": e}
-    backward += [
-        ("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained
+    backward += bias_gradients(widths, trained=trained)
+    # With norms of outputs, the output of the MLP is in the linear class.
+    recompute += [
+        *stream["recompute"],
+        *mlp["forward" if model.norms_outputs else "linear_recompute"],
     ]
-    recompute = [*([] if model.qk_norm else queries), *stream["recompute"]]
-    recompute += mlp["linear_recompute"]
-    if model.norms_outputs:  # of the output of the MLP
-        recompute += mlp["forward"]
     return {
         "forward": [*kv, *queries, *sinks, *stream["forward"], *mlp["forward"]],
         "backward": backward,
@@ -129,6 +124,12 @@ def layer_work(
         "attention_recompute": sinks,
         "kv": kv,
     }
+
+
+def _kernels_of_heads(model: ModelConfig, layer_type: LayerType) -> list[str]:
+    """Return the kernels on queries, and on keys, between their projection and attention."""
+    kernels = [] if model.qk_norm is None else [_QK_NORMS[model.qk_norm]]
+    return kernels if layer_type.rotation is None else [*kernels, "rotary"]
 
 
 def _stream_work(model: ModelConfig) -> Mapping[str, list[Work]]:

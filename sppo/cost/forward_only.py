@@ -21,7 +21,7 @@ from sppo.cost.memory.messages import exchanged_bytes, sent_bytes, tokens_held
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 from sppo.cost.memory.unit_working_sets import loss_bytes, running_bytes
 from sppo.cost.sharding.weight_parts import rank_parts
-from sppo.cost.stage_cost import costs_without_activations
+from sppo.cost.stages.stage_cost import costs_without_activations
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.program import forward_program

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.activations.activation_layout import (
+from sppo.activations.block_layout import (
     BLOCK_ALIGNMENT_BYTES,
     TENSOR_ALIGNMENT_BYTES,
     aligned_bytes,

@@ -38,7 +38,7 @@ def mlp_work(
         return _expert_work(model, experts, trained=trained)
     backward = [(f"{model.mlp}_backward", model.mlp_size)]
     widths = {"gate": model.mlp_size, "up": model.mlp_size, "down": model.hidden_size}
-    backward += _bias_gradients(widths, trained=trained)
+    backward += bias_gradients(widths, trained=trained)
     return {
         "forward": [(model.mlp, model.mlp_size)],
         "backward": backward,
@@ -71,12 +71,12 @@ def _expert_work(
             *(scores, scores, *to_experts, ("copy", rows_f), *of_weights, weighed),
             *((f"{model.mlp}_backward", rows_f), weighed, ("copy", rows_f)),
             *(*to_experts, *to_tokens, ("add", rows_e), *back, *beside_backward),
-            *_bias_gradients({"expert_gate": rows_f, "expert_up": rows_f}, trained=trained),
+            *bias_gradients({"expert_gate": rows_f, "expert_up": rows_f}, trained=trained),
         ],
         "linear_recompute": inputs,
     }
 
 
-def _bias_gradients(widths: Mapping[str, int], *, trained: Collection[str]) -> list[Work]:
+def bias_gradients(widths: Mapping[str, int], *, trained: Collection[str]) -> list[Work]:
     """Return the kernels of the gradients of biases, given the widths of their projections."""
     return [("bias_gradient", width) for name, width in widths.items() if f"{name}.bias" in trained]

@@ -19,7 +19,8 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
-from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
+from sppo.activations.activation_layout import ActivationKey, ActivationLayout
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import layers_with_backward, trains_embedding
@@ -204,11 +205,7 @@ class Stage:
         return None
 
     def backward(
-        self,
-        unit: Unit,
-        dy_CE: Tensor | None,
-        *,
-        defer_weights: bool = False,
+        self, unit: Unit, dy_CE: Tensor | None, *, defer_weights: bool = False
     ) -> Tensor | None:
         """Run one unit backward.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo.cost.tiles import product_rows
+from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.half_products import add_product_by_casts, needs_casts, product_by_casts
 from sppo.kernels.row_tiles import row_tiles
 
@@ -24,7 +25,7 @@ def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 def wide_linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, ``[C, O]``, in fp32, or in float64 for float64."""
-    wide = torch.promote_types(x_CI.dtype, torch.float32)
+    wide = accumulation_dtype(x_CI.dtype)
     if x_CI.dtype == wide:
         return functional.linear(x_CI, weight_OI, bias_O)
     if x_CI.device.type == "cuda":

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import (
     MAX_BLOCKS_IN_FLIGHT_OUT,
-    PREFETCH_LAYERS,
     ActivationKey,
     OffloadSchedule,
 )
+from sppo.activations.block_layout import PREFETCH_LAYERS
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.integrity import Checksums
 from sppo.offload.lane import Lane

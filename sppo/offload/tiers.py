@@ -24,12 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sppo.activations.activation_layout import (
-    ActivationKey,
-    Extent,
-    OffloadSchedule,
-    packed_offsets,
-)
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
+from sppo.activations.block_layout import packed_offsets
 from sppo.activations.tensor_classes import CLASSES, class_of
 from sppo.offload.lane import Lane
 from sppo.offload.worker_pool import Event

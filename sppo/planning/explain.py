@@ -9,13 +9,9 @@ import numpy as np
 
 from sppo.cost.flops import head_flops
 from sppo.cost.layer import PART_NAMES, Workload
-from sppo.cost.stage_cost import (
-    copy_bytes_per_s,
-    flops_of_parts,
-    message_seconds,
-    stage_parts,
-    stage_seconds,
-)
+from sppo.cost.stages.executed_flops import flops_of_parts
+from sppo.cost.stages.links import copy_bytes_per_s, message_seconds
+from sppo.cost.stages.seconds import stage_parts, stage_seconds
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 PARTS: Mapping[str, str] = {

@@ -12,7 +12,7 @@ from sppo.cost.candidate import of_ranks
 from sppo.cost.flops import ignored_flops, step_flops
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.unit_working_sets import block_layout
-from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.stages.saved_bytes import row_bytes_of
 from sppo.planning.partition import boundaries_of
 from sppo.planning.plan import PLAN_VERSION, ExecutionPlan, Prediction, StagePlan, planned_part
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate

@@ -13,7 +13,7 @@ from rich.console import Console
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
-from sppo.cost.stage_cost import copy_bytes_per_s
+from sppo.cost.stages.links import copy_bytes_per_s
 from sppo.cost.trainable import counts_text
 from sppo.data.mixture import Mixture, mixture_of
 from sppo.data.sample_rows import TrainingData

@@ -18,7 +18,7 @@ from torch import Tensor
 from sppo.config import RunConfig
 from sppo.cost.flops import ignored_flops, step_flops
 from sppo.cost.memory.stage_memory import MemoryBuckets
-from sppo.cost.stage_cost import executed_flops
+from sppo.cost.stages.executed_flops import executed_flops
 from sppo.cost.trainable import trainable_of_run
 from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import EnginePeaks, StepResult

@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 from sppo.activations.activation_layout import (
-    BLOCK_ALIGNMENT_BYTES,
     ActivationKey,
     ActivationLayout,
-    BlockLayout,
     offload_schedule,
     order_of_use,
 )
+from sppo.activations.block_layout import BLOCK_ALIGNMENT_BYTES, BlockLayout
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.model import ModelConfig

@@ -14,7 +14,8 @@ from sppo.bench.hardware_description import describe
 from sppo.cli.bench_tables import copies_screen
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import copy_bytes_per_s, stage_seconds
+from sppo.cost.stages.links import copy_bytes_per_s
+from sppo.cost.stages.seconds import stage_seconds
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk.disk_room import DiskRoom

@@ -14,7 +14,7 @@ from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import message_bytes, message_seconds
+from sppo.cost.stages.links import message_bytes, message_seconds
 from sppo.cost.trainable import Adapter, Trainable
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import step_parts

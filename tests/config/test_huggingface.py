@@ -328,6 +328,10 @@ def test_a_family_is_chosen_when_none_is_named(preset, changes, family):
         ({"family": "llama", "qk_norm": True}, ["llama does not compute", "qk_norm is head"]),
         ({"family": "llama", "sliding_window": 9}, ["sliding_window is 9, needs null"]),
         ({"family": "qwen2"}, ["qkv_bias is false, needs true"]),
+        (
+            {"family": "mixtral", "experts": {"count": 4, "per_token": 2, "mlp_size": 8}},
+            ["experts.normalize is false, needs true"],
+        ),
     ],
 )
 def test_models_that_no_family_holds(changes, words):

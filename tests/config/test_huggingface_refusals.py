@@ -55,6 +55,13 @@ from tests.model.hf_models import FAMILIES
             ["layers without experts [0, 2]", "the first layers"],
         ),
         (
+            "qwen3_moe",
+            {**EXPERTS["qwen3_moe"], "num_experts_per_tok": 2, "mlp_only_layers": 3},
+            ["mlp_only_layers 3", "a list"],
+        ),
+        ("qwen3", {"num_hidden_layers": 10**12}, ["num_hidden_layers 1000000000000", "4096"]),
+        ("gemma3_text", {"hidden_size": 10**400}, ["hidden_size a whole number of 401 digits"]),
+        (
             "olmo3",
             {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}},
             ["rope_type of sliding_attention 'yarn'"],

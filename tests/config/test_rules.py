@@ -218,6 +218,17 @@ EXPERTS = {"count": 4, "per_token": 2, "mlp_size": 16}
             {"model": {"experts": EXPERTS}, "adapter": {"rank": 2, "targets": "q,up"}},
             "adapter.targets ['q', 'up'] gate, up and down are those of an MLP that all tokens",
         ),
+        (
+            {
+                "model": {"experts": {**EXPERTS, "dense_layers": 1}},
+                "adapter": {"rank": 2, "targets": "up", "layers": [1]},
+            },
+            "adapter.targets ['up'] gate, up and down are those of an MLP that all tokens",
+        ),
+        (
+            {"model": {"sliding_window": 4, "sliding_window_first_layer": 9}},
+            "model  sliding_window_first_layer 9 is no number of the 2 layers",
+        ),
     ],
 )
 def test_what_experts_refuse(sections, told):

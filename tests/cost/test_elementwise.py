@@ -16,7 +16,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.elementwise import PASSES, layer_work, saving_work
 from sppo.cost.layer import Workload, update_seconds
 from sppo.cost.parameters import layer_shapes
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stages.seconds import stage_seconds
 from sppo.engine.attention.kv_store import StoredKV
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData

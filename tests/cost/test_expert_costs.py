@@ -11,7 +11,8 @@ from sppo.cost.layer import Workload, layer_parts
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import num_parameters
-from sppo.cost.stage_cost import costs_without_activations, weight_operand_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
+from sppo.cost.stages.stage_cost import costs_without_activations
 from sppo.cost.trainable import EVERYTHING
 from sppo.hardware.presets import PRESETS
 

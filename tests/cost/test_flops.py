@@ -23,7 +23,7 @@ from sppo.cost.flops import (
 )
 from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import kinds_of_model
-from sppo.cost.stage_cost import executed_flops
+from sppo.cost.stages.executed_flops import executed_flops
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable, layers_without_backward
 from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model

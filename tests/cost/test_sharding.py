@@ -13,7 +13,7 @@ from sppo.cost.kv import kv_compute_seconds, kv_recompute_seconds
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.sharding.collectives import shard_seconds
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stages.seconds import stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.row_messages import RowMessage

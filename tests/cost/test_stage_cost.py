@@ -24,7 +24,7 @@ from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.weight_parts import device_parameters
-from sppo.cost.stage_cost import stage_seconds, weight_operand_bytes
+from sppo.cost.stages.seconds import stage_seconds, weight_operand_bytes
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING
 from sppo.hardware.presets import PRESETS

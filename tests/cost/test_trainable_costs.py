@@ -14,12 +14,8 @@ from sppo.cost.layer import Workload, layer_parts
 from sppo.cost.layer_kinds import kinds_of_model
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
-from sppo.cost.stage_cost import (
-    costs_without_activations,
-    stage_seconds,
-    streamed_bytes,
-    weight_operand_bytes,
-)
+from sppo.cost.stages.seconds import stage_seconds, streamed_bytes, weight_operand_bytes
+from sppo.cost.stages.stage_cost import costs_without_activations
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable
 from sppo.hardware.presets import PRESETS

@@ -4,21 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from sppo.config import PRESETS as MODELS
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token, kv_of_sequences, windowed_kv_seconds
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
-from sppo.cost.stage_cost import costs_without_activations
+from sppo.cost.stages.stage_cost import costs_without_activations
 from sppo.hardware.presets import PRESETS
 
 GIB = 1 << 30
-GEMMA = {
-    "vocab_size": 262_208, "hidden_size": 5376, "num_layers": 62, "num_heads": 32,
-    "num_kv_heads": 16, "head_size": 128, "mlp_size": 21_504, "sliding_window": 1024,
-    "layer_types": ("sliding",) * 5 + ("full",),
-}  # fmt: skip
-"""Shape of Gemma 3 27B: 52 layers with a window, 10 without."""
 
 
 def windowed_gib(candidate):
@@ -40,7 +35,8 @@ def windowed_gib(candidate):
 
 @pytest.fixture
 def gemma():
-    workload = Workload(ModelConfig.model_validate(GEMMA), PRESETS["h200"])
+    """Gemma 3 27B: 52 layers with a window, 10 without."""
+    workload = Workload(ModelConfig.model_validate(MODELS["gemma-3-27b"]), PRESETS["h200"])
     return Candidate(workload, (16 << 10,) * 8)
 
 

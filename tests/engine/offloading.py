@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from sppo.activations.activation_layout import BlockLayout
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,

@@ -6,7 +6,7 @@ from sppo.activations.policy import classes_retained
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.stages.saved_bytes import row_bytes_of
 from sppo.hardware.presets import PRESETS
 from tests.random_training.case import Shape
 from tests.random_training.pinned_cases import GQA, case

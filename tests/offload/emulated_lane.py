@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 import torch
 
-from sppo.activations.activation_layout import BLOCK_ALIGNMENT_BYTES
+from sppo.activations.block_layout import BLOCK_ALIGNMENT_BYTES
 from sppo.offload.copy_report import CopyReport
 from tests.offload.vector_clocks import AccessChecker, Actor
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule, packed_bytes
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
+from sppo.activations.block_layout import packed_bytes
 from sppo.offload.block_store import BlockStore
 from sppo.offload.disk import file_tier
 from sppo.offload.integrity import CorruptActivationError

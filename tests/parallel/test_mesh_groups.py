@@ -14,7 +14,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import pipeline_links
+from sppo.cost.stages.links import pipeline_links
 from sppo.hardware.presets import PRESETS
 from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh

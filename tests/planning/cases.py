@@ -10,7 +10,7 @@ import numpy as np
 from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import stage_costs
+from sppo.cost.stages.stage_cost import stage_costs
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.run_hardware import hardware_for

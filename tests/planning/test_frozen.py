@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.stages.saved_bytes import row_bytes_of
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json

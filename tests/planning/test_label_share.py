@@ -9,7 +9,7 @@ from sppo import estimate
 from sppo.config import load_run
 from sppo.cost.flops import head_flops, step_flops
 from sppo.cost.layer import head_parts
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stages.seconds import stage_seconds
 from sppo.data.samples.label_share import with_label_share_if_there
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import check_plan_fits, plan_json, read_plan

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.cost.stage_cost import copy_bytes_per_s
+from sppo.cost.stages.links import copy_bytes_per_s
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
 from sppo.planning.make_plan import make_plan

@@ -10,7 +10,7 @@ from typing import Any
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cli.printing import Screen, table
 from sppo.cost.memory.stage_memory import BUCKETS, StageMemory, tier_buckets
-from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.stages.saved_bytes import row_bytes_of
 from sppo.hardware.description import HardwareSpec, Tier
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall

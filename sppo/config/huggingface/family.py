@@ -117,7 +117,6 @@ def _differences(model: ModelConfig, held: ModelConfig) -> Iterator[str]:
 def _function(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that determine the function of a model, equal for equal functions."""
     types = [model.layer_type(layer) for layer in range(model.num_layers)]
-    windows = any(kind.window is not None for kind in types)
     unused = {"rope_theta", "rotary_fraction", "rotary_layers"}
     if model.position == "rotary":
         unused = {"max_positions"}
@@ -131,9 +130,10 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     )
     if model.position == "rotary":
         fields["rotary_layers"] = shortest_pattern([kind.rotation is not None for kind in types])
-    if not windows:
+    if not model.has_windows:
         fields["sliding_window"] = None
-    if not windows or (model.rope_scaling is None and model.sliding_rope_theta == model.rope_theta):
+    alike = model.rope_scaling is None and model.sliding_rope_theta == model.rope_theta
+    if alike or not model.has_windows:
         fields["sliding_rope_theta"] = None
     if model.experts is not None:
         fields["experts"] = "not null"

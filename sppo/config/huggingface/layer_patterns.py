@@ -10,6 +10,7 @@ from sppo.config.huggingface.settings import (
     Json,
     flag,
     integer,
+    layer_numbers,
     refusal,
     shortest_pattern,
     whole_number,
@@ -69,7 +70,7 @@ class Windows:
 
     def read(self, config: Json) -> dict[str, Any]:
         """Return the window and the layers that have it."""
-        layers = range(integer(config, "num_hidden_layers"))
+        layers = layer_numbers(config)
         used = config.get("sliding_window") is not None and self.usual is not never
         if self.switch:
             used = flag(config, "use_sliding_window") and used
@@ -116,13 +117,13 @@ class Windows:
 
 def _rotated(config: Json) -> list[bool]:
     """Return whether each layer rotates q and k, according to ``no_rope_layers``."""
-    layers, rotated = integer(config, "num_hidden_layers"), config.get("no_rope_layers")
+    layers, rotated = layer_numbers(config), config.get("no_rope_layers")
     if rotated is None:
         rule = all_but_every(4, key="no_rope_layer_interval")
-        return [rule(config, layer) for layer in range(layers)]
+        return [rule(config, layer) for layer in layers]
     given = isinstance(rotated, list) and all(one in (0, 1) for one in rotated)
-    if not given or len(rotated) != layers:
-        raise refusal("no_rope_layers", rotated, f"0 or 1 for each of {layers} layers")
+    if not given or len(rotated) != len(layers):
+        raise refusal("no_rope_layers", rotated, f"0 or 1 for each of {len(layers)} layers")
     return [bool(one) for one in rotated]
 
 
@@ -145,9 +146,10 @@ class DenseLayers:
 
     def read(self, config: Json) -> dict[str, Any]:
         """Return the number of dense layers."""
-        layers, step = integer(config, "num_hidden_layers"), integer(config, "decoder_sparse_step")
-        named = config.get("mlp_only_layers") or []
-        dense = [i for i in range(layers) if i in named or (i + 1) % step]
+        step, named = integer(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
+        if not isinstance(named, list):
+            raise refusal("mlp_only_layers", named, "a list of numbers of layers")
+        dense = [i for i in layer_numbers(config) if i in named or (i + 1) % step]
         if dense != list(range(len(dense))):
             raise refusal("layers without experts", dense, "the first layers, or none")
         return {"experts.dense_layers": len(dense)}

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sppo.config.base import MOST_LAYERS
 from sppo.config.model import ModelConfig
 from sppo.quoting import quoted
+from sppo.units import LARGEST_SIZE
 
 Json = Mapping[str, Any]
 
@@ -135,11 +137,21 @@ def integer(values: Json, key: str) -> int:
     return whole_number(values, key, least=1)
 
 
+def layer_numbers(values: Json) -> range:
+    """Return the numbers of all layers; raise ValueError for more layers than a model can have."""
+    key, count = "num_hidden_layers", integer(values, "num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise refusal(key, count, f"at most {MOST_LAYERS}")
+    return range(count)
+
+
 def whole_number(values: Json, key: str, *, least: int = 0) -> int:
     """Return the whole number under `key`; raise ValueError if it is none, or below `least`."""
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise refusal(key, value, f"a whole number of at least {least}")
+    if value > LARGEST_SIZE:
+        raise refusal(key, value, f"a whole number up to {LARGEST_SIZE}")
     return value
 
 

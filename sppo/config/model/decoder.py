@@ -243,6 +243,11 @@ class ModelConfig(Section):
         return frozenset(self.layer_type(layer).window for layer in range(self.num_layers))
 
     @property
+    def has_windows(self) -> bool:
+        """True if some layers have a sliding window."""
+        return self.windows != {None}
+
+    @property
     def rotary_size(self) -> int:
         """Number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)
@@ -280,6 +285,10 @@ def upgraded_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if _FIRST_WINDOW not in found:
         return found
     first, layers = found.pop(_FIRST_WINDOW), found.get("num_layers")
-    if isinstance(first, int) and isinstance(layers, int) and 0 < first <= layers:
+    if not isinstance(layers, int):
+        return found  # refused by itself
+    if not isinstance(first, int) or not 0 <= first <= layers:
+        raise ValueError(f"{_FIRST_WINDOW} {first} is no number of the {layers} layers")
+    if first:
         found["layer_types"] = ["full"] * first + ["sliding"] * (layers - first)
     return found

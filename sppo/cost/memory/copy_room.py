@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT, BlockLayout
+from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import (
     ATTENTION,
@@ -39,7 +39,9 @@ from sppo.cost.memory.unit_working_sets import (
     queries_bytes,
 )
 from sppo.cost.memory.walk import bytes_at_peak, walk_of
-from sppo.cost.stage_cost import kinds_of_stages, placed_bytes, weight_operand_bytes
+from sppo.cost.stages.saved_bytes import placed_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
+from sppo.cost.stages.stage_cost import kinds_of_stages
 from sppo.schedule.costs import Table
 
 
@@ -69,15 +71,16 @@ def copy_slots(candidate: Candidate) -> tuple[Callable[[ActivationPlacement], fl
     """Return a function for each rank: the most bytes that copies of its stages' tensors need."""
     ranks = candidate.pipeline_parallel_degree
     layouts = [block_layout(candidate, stage=stage) for stage in range(candidate.num_stages)]
-    made: dict[tuple[int, frozenset[LayerType]], Callable[[ActivationPlacement], float]] = {}
+    made: dict[tuple[int, frozenset[bool]], Callable[[ActivationPlacement], float]] = {}
     slots = []
     for rank in range(ranks):
         own = layouts[rank::ranks]
         largest = max(own, key=lambda layout: len(layout.layers))
-        types = frozenset(chain.from_iterable(layout.row_bytes for layout in own))
-        key = len(largest.layers), types
+        # One type of those whose layers save equal tensors.
+        types = {one.routed: one for layout in own for one in layout.row_bytes}
+        key = len(largest.layers), frozenset(types)
         if key not in made:
-            made[key] = _copy_slots(candidate, largest, types)
+            made[key] = _copy_slots(candidate, largest, types.values())
         slots.append(made[key])
     return tuple(slots)
 

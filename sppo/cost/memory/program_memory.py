@@ -32,7 +32,7 @@ from sppo.cost.memory.unit_working_sets import (
     running_bytes,
 )
 from sppo.cost.memory.walk import Walk, bytes_at_peak, during
-from sppo.cost.stage_cost import placed_bytes
+from sppo.cost.stages.saved_bytes import placed_bytes
 from sppo.schedule.costs import Table
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS

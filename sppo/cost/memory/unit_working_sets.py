@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from sppo.activations.activation_layout import BlockLayout
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import (
     ATTENTION,
@@ -24,7 +24,7 @@ from sppo.cost.layer import Workload
 from sppo.cost.layer_kinds import LayerKind, kinds_of_model
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
-from sppo.cost.stage_cost import kinds_of_stages
+from sppo.cost.stages.stage_cost import kinds_of_stages
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 

@@ -28,12 +28,10 @@ from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.walk import kv_held, walk_of
-from sppo.cost.stage_cost import (
-    copy_bytes_per_s,
-    placed_bytes,
-    stage_costs,
-    weight_operand_bytes,
-)
+from sppo.cost.stages.links import copy_bytes_per_s
+from sppo.cost.stages.saved_bytes import placed_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
+from sppo.cost.stages.stage_cost import stage_costs
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate

@@ -17,7 +17,7 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_of_sequences
 from sppo.cost.memory.walk import Mask, walk_of
-from sppo.cost.stage_cost import weight_operand_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
 from sppo.schedule.costs import Table
 from sppo.schedule.graph import Ints
 from sppo.schedule.orders.names import LOOPED

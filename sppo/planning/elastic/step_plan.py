@@ -10,7 +10,7 @@ from functools import cached_property
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.cost.layer import UNCORRECTED
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.cost.stage_cost import executed_flops
+from sppo.cost.stages.executed_flops import executed_flops
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.step_correction import StepCorrection
 from sppo.planning.make_plan import compute_seconds, stage_plans

@@ -9,7 +9,7 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.memory.state_memory import state_memory
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stages.seconds import stage_seconds
 from sppo.planning.search.kv_choices import kv_choices
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS

@@ -155,7 +155,7 @@ def candidate_of(
     in_loop = (automatic if schedule == "auto" else schedule) == LOOPED and virtual_stages > 1
     ratio = run.activations.offload_ratio
     tier = activation_tiers(run, hardware=workload.hardware)[0]
-    has_windows = run.model.windows != {None} and schedule != "sppo_msp"
+    has_windows = run.model.has_windows and schedule != "sppo_msp"
     whole_weights = workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1
     return Candidate(
         workload,

@@ -403,7 +403,7 @@ def places_kv(run: RunConfig) -> bool:
     Layers with a sliding window recompute theirs in every order.
     """
     asked = run.activations.kv
-    return asked == "offload" or (asked == "recompute" and run.model.windows == {None})
+    return asked == "offload" or (asked == "recompute" and not run.model.has_windows)
 
 
 def cut_sequence(run: RunConfig, *, num_subsequences: int, num_stages: int) -> tuple[int, ...]:

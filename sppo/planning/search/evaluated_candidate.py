@@ -11,7 +11,7 @@ from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.program_memory import holds_messages, with_program
 from sppo.cost.memory.stage_memory import StageMemory, most_tier_bytes, node_host_bytes
 from sppo.cost.memory.state_memory import state_memory
-from sppo.cost.stage_cost import stage_costs
+from sppo.cost.stages.stage_cost import stage_costs
 from sppo.cost.step_time import StepTime, step_time
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall

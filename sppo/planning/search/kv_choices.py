@@ -11,7 +11,8 @@ from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_tier_bytes
 from sppo.cost.memory.state_memory import state_memory
-from sppo.cost.stage_cost import copy_bytes_per_s, row_bytes_of
+from sppo.cost.stages.links import copy_bytes_per_s
+from sppo.cost.stages.saved_bytes import row_bytes_of
 from sppo.planning.search.policy_inputs import tier_room_bytes
 
 

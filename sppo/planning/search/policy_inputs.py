@@ -14,12 +14,9 @@ from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.cost.memory.state_memory import state_memory
 from sppo.cost.memory.walk import walk_of
-from sppo.cost.stage_cost import (
-    copy_bytes_per_s,
-    row_bytes_of,
-    shared_input_bytes_of,
-    stage_seconds,
-)
+from sppo.cost.stages.links import copy_bytes_per_s
+from sppo.cost.stages.saved_bytes import row_bytes_of, shared_input_bytes_of
+from sppo.cost.stages.seconds import stage_seconds
 from sppo.schedule.costs import Table
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.activations.activation_layout import (
+from sppo.activations.block_layout import (
     BLOCK_ALIGNMENT_BYTES,
     PREFETCH_LAYERS,
     BlockLayout,

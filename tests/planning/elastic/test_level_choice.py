@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.cost.stage_cost import weight_operand_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
 from sppo.planning.elastic.levels import level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.schedule.actions import ActionKind

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sppo.cost.kv import kv_of_sequences
 from sppo.cost.memory.walk import kv_held, walk_of
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.cost.stage_cost import weight_operand_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
 from sppo.planning.elastic.levels import fastest_levels, level_choice
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.schedule.actions import ActionKind, sequences_in_flight

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sppo.cost.layer import UNCORRECTED, CostCorrection
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stages.seconds import stage_seconds
 from sppo.planning.elastic.sample_cost import sample_cost
 from sppo.planning.elastic.step_correction import (
     MOST_FACTOR,

@@ -7,7 +7,8 @@ import numpy as np
 from sppo.cost.kv import kv_of_sequences
 from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.stage_cost import placed_bytes, weight_operand_bytes
+from sppo.cost.stages.saved_bytes import placed_bytes
+from sppo.cost.stages.seconds import weight_operand_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.program import generate
 from sppo.schedule.transfers.copies import place_copies

@@ -31,7 +31,7 @@ MIXTRAL = HfFamily(
     architecture="MixtralForCausalLM",
     settings=(
         *rotary(),
-        *routed("num_local_experts", "intermediate_size"),
+        *routed("num_local_experts", "intermediate_size")[:-1],
         Windows(always, by_layer=False),
         Rope(theta=1e6),
     ),
@@ -42,8 +42,8 @@ MIXTRAL = HfFamily(
         "rms_norm_eps": 1e-5,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
     },
+    fixed={"experts.normalize": True},
     tensors=TensorNames(
         modules={
             **ROTARY_MODULES,
