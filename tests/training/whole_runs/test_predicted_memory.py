@@ -89,8 +89,7 @@ def working_bytes_on_few_experts(rank, directory):
         ("retain", "off", 1024),
         pytest.param("retain", "off", 512, marks=pytest.mark.exhaustive),
         pytest.param("recompute", "off", 512, marks=pytest.mark.exhaustive),
-        pytest.param("recompute", "off", 2048, marks=pytest.mark.exhaustive),
-        pytest.param("keep_attention", "on", 2048, marks=pytest.mark.exhaustive),
+        pytest.param("recompute", "off", 1024, marks=pytest.mark.exhaustive),
     ],
 )
 def test_experts_take_what_is_planned_whatever_tokens_choose(
