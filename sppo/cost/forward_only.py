@@ -115,7 +115,7 @@ def _sent_bytes(candidate: Candidate) -> Table:
         bound: Table = sent_bytes(candidate)[0]
         return bound
     workload, program = candidate.workload, evaluation_program(candidate)
-    row_bytes = workload.model.hidden_size * workload.element_bytes
+    row_bytes = workload.hidden_row_bytes
     row_bytes //= workload.sequence_parallel_degree
     found = np.zeros((candidate.num_stages, len(candidate.lengths)))
     for rank, actions in enumerate(program.programs):

@@ -85,6 +85,11 @@ class Workload:
         """Bytes of an element of the compute dtype."""
         return ELEMENT_BYTES[self.dtype]
 
+    @property
+    def hidden_row_bytes(self) -> int:
+        """Bytes of a token in the residual stream."""
+        return self.model.hidden_size * self.element_bytes
+
     def __hash__(self) -> int:
         """Return the hash of all attributes, computed once because caches need it often."""
         return self._hash

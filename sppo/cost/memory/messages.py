@@ -46,7 +46,7 @@ def sent_bytes(candidate: Candidate) -> Table:
     """
     workload = candidate.workload
     lengths = np.array(candidate.lengths, dtype=np.float64)
-    row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
+    row_bytes = 2 * workload.hidden_row_bytes  # one message each way
     sent = lengths // workload.sequence_parallel_degree * row_bytes
     of_units = candidate.neighbours[:, None] * sent + exchanged_bytes(candidate, lengths)
     return of_units + _waiting_bytes(candidate)
@@ -64,7 +64,7 @@ def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
     if degree == 1:
         return np.zeros(len(lengths))
     if workload.sequence_parallel == "megatron":
-        gathered: Table = 4 * lengths * model.hidden_size * workload.element_bytes
+        gathered: Table = 4 * lengths * workload.hidden_row_bytes
         return gathered
     heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
     exchanged: Table = (lengths // degree) * workload.element_bytes * heads
@@ -85,7 +85,7 @@ def _waiting_bytes(candidate: Candidate) -> Table:
     is_looped = candidate.order == LOOPED
     if candidate.virtual_stages == 1 or (is_looped and ranks == 1):
         return found
-    row_bytes = workload.model.hidden_size * workload.element_bytes
+    row_bytes = workload.hidden_row_bytes
     waiting = _waiting_tokens(candidate) * (row_bytes / workload.sequence_parallel_degree)
     if is_looped:
         found[0, ::ranks] = waiting

@@ -98,7 +98,7 @@ class _Program:
         shares = schedule.shares[walk.actions]
         self._tokens = np.rint(self._unit_tokens * shares).astype(np.int64)
         self._saved = placed_bytes(placement, "retained", candidate=candidate)
-        whole = candidate.workload.model.hidden_size * candidate.workload.element_bytes
+        whole = candidate.workload.hidden_row_bytes
         self._row_bytes = whole / candidate.workload.sequence_parallel_degree
 
     def at_peak(self) -> dict[str, Counts]:

@@ -202,7 +202,7 @@ def _loss_gradient_bytes(candidate: Candidate) -> int:
         on_last_stage[-1] = candidate.lengths
         tokens = int(walk_of(candidate).held(on_last_stage)[-1].max())
     tokens //= candidate.workload.sequence_parallel_degree
-    return tokens * candidate.workload.model.hidden_size * candidate.workload.element_bytes
+    return tokens * candidate.workload.hidden_row_bytes
 
 
 def collective_bytes(candidate: Candidate) -> Counts:

@@ -54,8 +54,7 @@ def copy_engines(candidate: Candidate, tier: Tier) -> CopyEngines:
 def message_bytes(candidate: Candidate) -> Floats:
     """Return the bytes of one activation or gradient message between stages, [units]."""
     workload, lengths = candidate.workload, np.array(candidate.lengths * candidate.sequences)
-    row_bytes = workload.model.hidden_size * workload.element_bytes
-    sizes: Floats = lengths * row_bytes / workload.sequence_parallel_degree
+    sizes: Floats = lengths * workload.hidden_row_bytes / workload.sequence_parallel_degree
     return sizes
 
 

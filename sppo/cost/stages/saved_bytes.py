@@ -30,7 +30,7 @@ def row_bytes_of(candidate: Candidate) -> Table:
 
     result = candidate.sums_over_layers(class_bytes)
     inputs = np.ceil(candidate.backward_layers / candidate.input_every)
-    result[:, X_IN] = inputs * workload.model.hidden_size * workload.element_bytes
+    result[:, X_IN] = inputs * workload.hidden_row_bytes
     return result / workload.sequence_parallel_degree
 
 
@@ -39,8 +39,7 @@ def shared_input_bytes_of(candidate: Candidate) -> Table:
     workload = candidate.workload
     layers = candidate.backward_layers
     sharing: Table = layers - np.ceil(layers / candidate.input_every)
-    input_bytes = workload.model.hidden_size * workload.element_bytes
-    return sharing * float(input_bytes) / workload.sequence_parallel_degree
+    return sharing * float(workload.hidden_row_bytes) / workload.sequence_parallel_degree
 
 
 @lru_cache(maxsize=8)
