@@ -23,7 +23,7 @@ DEEP = {
     "qwen2": {**SIX, **MOSTLY_SLIDING},
     "qwen3": {**SIX, **MOSTLY_SLIDING},
     "mistral": SIX,
-    "gpt2": SIX,
+    "gpt2": {**SIX, "num_attention_heads": 4},  # that two ranks share
     "granite": {"logits_scaling": 1.5},  # gradients large enough for clipping
     "smollm3": {"attention_bias": False},  # biases of k have no gradient where k is not rotated
     "qwen2_moe": MOSTLY_SLIDING,
