@@ -6,8 +6,8 @@ starts, changes or downloads anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 from sppo.units import LARGEST_SIZE, SIZE_PATTERN, parse_size
@@ -123,6 +124,18 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        """Raise ValueError with all rules across keys that are broken."""
+        broken = list(self._broken_rules())
+        if broken:
+            raise ValueError("; ".join(broken))
+        return self
+
+    def _broken_rules(self) -> Iterator[str]:
+        """Yield the rules across keys of the section that its values break, with the way out."""
+        yield from ()
 
     @field_validator("*", mode="before")
     @classmethod

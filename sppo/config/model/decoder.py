@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -159,13 +159,6 @@ class ModelConfig(Section):
             data["head_size"] = max(hidden // heads, 1)
         return data
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        broken = list(self._broken_rules())
-        if broken:
-            raise ValueError("; ".join(broken))
-        return self
-
     def _broken_rules(self) -> Iterator[str]:
         if self.num_heads % self.kv_heads:
             yield (
@@ -189,7 +182,7 @@ class ModelConfig(Section):
         if self.sliding_window is None and "sliding" in (self.layer_types or ()):
             yield "layer_types with sliding need a sliding_window"
         if self.norm == "layernorm" and self.norm_offset:
-            yield "norm_offset belongs to rmsnorm"
+            yield "norm_offset belongs to rmsnorm; leave it out, or write norm rmsnorm"
         if self.experts is not None and not self.gated:
             yield f"experts have a gate projection, mlp {self.mlp} has none; use swiglu"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sppo.config.base import MOST_LAYERS, MOST_WIDTH, Section, Width
 
@@ -52,28 +52,23 @@ class Experts(Section):
     dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """Number of first layers that have an MLP of ``model.mlp_size`` in place of experts."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        broken = list(self._broken_rules())
-        if broken:
-            raise ValueError("; ".join(broken))
-        return self
-
     def _broken_rules(self) -> Iterator[str]:
         if self.per_token > self.count:
-            yield f"per_token {self.per_token} is above count {self.count}: lower it"
+            yield f"per_token {self.per_token} is above count {self.count}; lower it"
         if self.count % self.groups:
-            yield f"count {self.count} is not a multiple of groups {self.groups}"
+            yield f"count {self.count} is not a multiple of groups {self.groups}; change groups"
         elif self.groups_per_token > self.groups:
-            yield f"groups_per_token {self.groups_per_token} is above groups {self.groups}"
+            yield (
+                f"groups_per_token {self.groups_per_token} is above groups {self.groups}; lower it"
+            )
         elif self.per_token > self.groups_per_token * (self.count // self.groups):
             yield (
                 f"per_token {self.per_token} is more than the experts of {self.groups_per_token} "
-                f"groups of {self.count // self.groups}"
+                f"groups of {self.count // self.groups}; raise groups_per_token"
             )
         if self.groups > 1 and self.count // self.groups < 2:
-            yield f"groups {self.groups} leave one expert in each; groups have at least 2"
+            yield f"groups {self.groups} leave one expert in each, of at least 2; lower it"
         if self.score == "softmax_chosen" and (self.normalize or self.choice_bias):
-            yield "score softmax_chosen needs neither normalize nor choice_bias: its sum is 1"
+            yield "score softmax_chosen has sum 1 already; leave out normalize and choice_bias"
         if self.shared_switch and not self.shared_mlp_size:
             yield "shared_switch needs a shared MLP: set shared_mlp_size"

@@ -34,30 +34,23 @@ def _multiple_of_heads(config: Json) -> int:
     return hidden
 
 
+_LLAMA = (
+    Derived("hidden_size", _multiple_of_heads),
+    *BIASES,
+    _MLP_BIAS,
+    Windows(never),
+    Rope(),
+)
 LLAMA = HfFamily(
     architecture="LlamaForCausalLM",
-    settings=(
-        *rotary(),
-        Derived("hidden_size", _multiple_of_heads),
-        *BIASES,
-        _MLP_BIAS,
-        Windows(never),
-        Rope(),
-    ),
+    settings=(*rotary(), *_LLAMA),
     defaults={**DEFAULTS, "max_position_embeddings": 2048},
     tensors=_NAMES,
     refused=DENSE_REFUSED,
 )
 ARCEE = HfFamily(
     architecture="ArceeForCausalLM",
-    settings=(
-        *rotary(words={"relu2": "relu2"}),
-        Derived("hidden_size", _multiple_of_heads),
-        *BIASES,
-        _MLP_BIAS,
-        Windows(never),
-        Rope(),
-    ),
+    settings=(*rotary(words={"relu2": "relu2"}), *_LLAMA),
     defaults={
         **DEFAULTS,
         "hidden_act": "relu2",
