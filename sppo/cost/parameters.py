@@ -5,6 +5,8 @@ with another. Linear weights are stored ``[outputs, inputs]``.
 
 The experts of a layer are stacked: ``expert_gate.weight`` is ``[X, F, E]``.
 
+A layer with linear attention has parameters of its own in place of those of attention.
+
 Legend: V vocabulary, E hidden, N query heads, K key/value heads, D head size, F MLP width, X
 experts.
 """
@@ -13,13 +15,13 @@ from __future__ import annotations
 
 from math import prod
 
-from sppo.config.model import Experts, ModelConfig
+from sppo.config.model import Experts, LinearAttention, ModelConfig
 
 Shape = tuple[int, ...]
 
 KEYS = ("k", "v")
 """Projections that Megatron shards by key/value heads, of which there may be fewer than devices."""
-ROWS = ("q", *KEYS, "sinks", "gate", "up")
+ROWS = ("q", *KEYS, "attention_gate", "sinks", "gate", "up")
 COLUMNS = ("o", "down")
 """Projections that Megatron shards by columns; one device holds the bias, which is added to the
 group's sum. `ROWS` are sharded by rows, including their biases, and sinks by heads."""
@@ -36,13 +38,35 @@ _KINDS = {
 
 def layer_shapes(model: ModelConfig, layer: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of a layer, by name without the ``layers.i.`` prefix."""
+    kind, linear = model.layer_type(layer), model.linear_attention
+    shapes = _norm("attention_norm", model) if model.norms_inputs else {}
+    if kind.linear and linear is not None:
+        shapes |= _linear_attention_shapes(linear, width=model.hidden_size)
+    else:
+        shapes |= _attention_shapes(model)
+    if model.norms_outputs:
+        shapes |= _norm("attention_post_norm", model)
+    if model.norms_inputs:
+        shapes |= _norm("mlp_norm", model)
+    experts, e = model.experts_of(kind), model.hidden_size
+    if experts is not None:
+        shapes |= _expert_shapes(experts, width=e)
+    else:
+        shapes |= _mlp("", e, model.mlp_size, gated=model.gated, bias=model.mlp_bias)
+    if model.norms_outputs:
+        shapes |= _norm("mlp_post_norm", model)
+    return shapes
+
+
+def _attention_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of attention, from its projections to that of its output."""
     e, d = model.hidden_size, model.head_dim
     heads, kv_heads, bias = model.num_heads, model.kv_heads, model.qkv_bias
     shapes: dict[str, Shape] = {}
-    if model.norms_inputs:
-        shapes |= _norm("attention_norm", model)
     for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
         shapes |= _linear(name, count * d, e, bias=bias)
+    if model.attention_gate:
+        shapes |= _linear("attention_gate", heads * d, e, bias=bias)
     if model.qk_norm is not None:
         normed = {"q_norm": heads, "k_norm": kv_heads}
         shapes |= {
@@ -51,19 +75,26 @@ def layer_shapes(model: ModelConfig, layer: int) -> dict[str, Shape]:
         }
     if model.attention_sinks:
         shapes["sinks.weight"] = (heads,)
-    shapes |= _linear("o", e, heads * d, bias=model.output_bias)
-    if model.norms_outputs:
-        shapes |= _norm("attention_post_norm", model)
-    if model.norms_inputs:
-        shapes |= _norm("mlp_norm", model)
-    experts = model.experts_of(model.layer_type(layer))
-    if experts is not None:
-        shapes |= _expert_shapes(experts, width=e)
-    else:
-        shapes |= _mlp("", e, model.mlp_size, gated=model.gated, bias=model.mlp_bias)
-    if model.norms_outputs:
-        shapes |= _norm("mlp_post_norm", model)
-    return shapes
+    return shapes | _linear("o", e, heads * d, bias=model.output_bias)
+
+
+def _linear_attention_shapes(linear: LinearAttention, *, width: int) -> dict[str, Shape]:
+    """Return the shapes of linear attention, from its projections to that of its output.
+
+    ``linear_gate`` is multiplied with the normed output, ``linear_decay`` and ``linear_beta`` are
+    the projections from which the decay and the strength of each token's update are made.
+    ``decay.log_rate`` and ``decay.bias`` are ``A_log`` and ``dt_bias`` elsewhere.
+    """
+    keys, values, heads = linear.keys_width, linear.values_width, linear.value_heads
+    shapes: dict[str, Shape] = {}
+    rows = {"q": keys, "k": keys, "v": values, "gate": values, "decay": heads, "beta": heads}
+    for name, size in rows.items():
+        shapes |= _linear(f"linear_{name}", size, width, bias=False)
+    for name, size in (("q", keys), ("k", keys), ("v", values)):
+        shapes[f"conv_{name}.weight"] = (size, linear.conv_size)
+    shapes |= {"decay.log_rate": (heads,), "decay.bias": (heads,)}
+    shapes["linear_norm.weight"] = (linear.value_size,)
+    return shapes | _linear("linear_o", width, values, bias=False)
 
 
 def _mlp(prefix: str, width: int, size: int, *, gated: bool, bias: bool) -> dict[str, Shape]:
@@ -152,9 +183,9 @@ def active_parameters(model: ModelConfig) -> int:
 def is_decayed(name: str) -> bool:
     """Return whether weight decay applies: to matrices and embeddings.
 
-    It does not apply to biases, those of experts included, to norms, and to sinks.
+    It does not apply to biases, those of experts included, to norms, sinks and rates of decay.
     """
-    return not name.endswith(("bias", "norm.weight", "sinks.weight"))
+    return not name.endswith(("bias", "norm.weight", "sinks.weight", "decay.log_rate"))
 
 
 def parameter_kind(name: str) -> str:

@@ -11,6 +11,7 @@ from sppo.config.model.decoder import (
 )
 from sppo.config.model.experts import Experts
 from sppo.config.model.layer_type import LayerType, Rotation
+from sppo.config.model.linear_attention import LinearAttention
 from sppo.config.model.rope_scaling import RopeScaling
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Experts",
     "Family",
     "LayerType",
+    "LinearAttention",
     "ModelConfig",
     "RopeScaling",
     "Rotation",

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from sppo.config.base import MOST_LAYERS, Directory, Layers, Section, Tokens, Width
 from sppo.config.model.experts import Experts
 from sppo.config.model.layer_type import LayerType, Rotation
+from sppo.config.model.linear_attention import LinearAttention
 from sppo.config.model.rope_scaling import RopeScaling
 
 Family = Literal[
@@ -126,9 +127,14 @@ class ModelConfig(Section):
     sliding_window: Tokens | None = None
     """Number of keys that a query attends to in layers of type sliding: the last ones up to the
     query itself; null means all."""
-    layer_types: Pattern[Literal["full", "sliding"]] | None = None
+    layer_types: Pattern[Literal["full", "sliding", "linear"]] | None = None
     """Attention of the layers, repeated over all layers, such as [sliding, sliding, full]; null
-    means sliding everywhere if there is a ``sliding_window``."""
+    means sliding everywhere if there is a ``sliding_window``, else full."""
+    linear_attention: LinearAttention | None = None
+    """Linear attention of layers of type linear (Qwen3-Next, Qwen3.5)."""
+    attention_gate: bool = False
+    """Whether the outputs of attention are multiplied by the sigmoid of a projection of the token,
+    before their own projection (Qwen3-Next, Qwen3.5). Layers of type linear have a gate anyway."""
     attention_scale: float | None = Field(default=None, gt=0)
     """Factor of the attention scores; null means 1 / sqrt(D)."""
     attention_sinks: bool = False
@@ -179,12 +185,22 @@ class ModelConfig(Section):
             yield "rope_scaling of type yarn needs rope_theta above 1: at 1 nothing is stretched"
         if self.position == "learned" and self.rope_scaling is not None:
             yield "rope_scaling belongs to rotary positions, this model learns its own"
-        if self.sliding_window is None and "sliding" in (self.layer_types or ()):
-            yield "layer_types with sliding need a sliding_window"
+        yield from self._broken_layer_types()
         if self.norm == "layernorm" and self.norm_offset:
             yield "norm_offset belongs to rmsnorm; leave it out, or write norm rmsnorm"
         if self.experts is not None and not self.gated:
             yield f"experts have a gate projection, mlp {self.mlp} has none; use swiglu"
+
+    def _broken_layer_types(self) -> Iterator[str]:
+        types = (self.layer_types or ())[: self.num_layers]
+        if self.sliding_window is None and "sliding" in (self.layer_types or ()):
+            yield "layer_types with sliding need a sliding_window"
+        if self.linear_attention is None and "linear" in types:
+            yield "layer_types with linear need a section linear_attention"
+        if self.linear_attention is not None and "linear" not in types:
+            yield "linear_attention belongs to layers of type linear, layer_types have none"
+        if set(types) == {"linear"}:
+            yield "layer_types need a layer with attention, full or sliding, beside linear ones"
 
     @property
     def context_reach(self) -> int | None:
@@ -232,8 +248,9 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> frozenset[int | None]:
-        """Sliding windows that the layers have; None stands for layers that attend to all keys."""
-        return frozenset(self.layer_type(layer).window for layer in range(self.num_layers))
+        """Sliding windows of layers with attention; None stands for attention to all keys."""
+        types = map(self.layer_type, range(self.num_layers))
+        return frozenset(own.window for own in types if not own.linear)
 
     @property
     def has_windows(self) -> bool:
@@ -251,10 +268,11 @@ class ModelConfig(Section):
 
     def layer_type(self, layer: int) -> LayerType:
         """Return the type of `layer`; those of equal layers are equal."""
-        sliding = self.sliding_window is not None
+        own = "full" if self.sliding_window is None else "sliding"
         if self.layer_types is not None:
-            sliding = self.layer_types[layer % len(self.layer_types)] == "sliding"
-        rotary = self.position == "rotary"
+            own = self.layer_types[layer % len(self.layer_types)]
+        sliding, linear = own == "sliding", own == "linear"
+        rotary = self.position == "rotary" and not linear
         if self.rotary_layers is not None:
             rotary = rotary and self.rotary_layers[layer % len(self.rotary_layers)]
         rotation = Rotation(self.rope_theta, self.rope_scaling is not None)
@@ -263,6 +281,7 @@ class ModelConfig(Section):
         return LayerType(
             window=self.sliding_window if sliding else None,
             rotation=rotation if rotary else None,
+            linear=linear,
             routed=self.experts is not None and layer >= self.experts.dense_layers,
         )
 

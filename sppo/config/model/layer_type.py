@@ -19,8 +19,10 @@ class LayerType(NamedTuple):
 
     window: int | None
     """Number of keys that a query attends to: the last ones up to the query itself; None for all
-    keys."""
+    keys, and in layers with linear attention."""
     rotation: Rotation | None
     """Rotation of q and k; None if they are not rotated."""
+    linear: bool
+    """True if the layer has linear attention, with a state in place of keys and values."""
     routed: bool
     """True if the MLP is a mixture of experts."""
