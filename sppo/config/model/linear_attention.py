@@ -51,6 +51,15 @@ class LinearAttention(Section):
         return 2 * self.keys_width + self.values_width
 
     @property
+    def saved_widths(self) -> dict[str, int]:
+        """Widths of the projections of a token that a layer saves, by name."""
+        return {
+            "linear_qkv": self.conv_width,
+            "linear_gate": self.values_width,
+            "linear_ab": 2 * self.value_heads,
+        }
+
+    @property
     def carried_tokens(self) -> int:
         """Number of tokens before a subsequence that its convolution reads."""
         return self.conv_size - 1
