@@ -168,11 +168,6 @@ class Candidate:
         return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
 
     @property
-    def layer_counts(self) -> Table:
-        """Number of layers of each stage, [stages]."""
-        return np.array([len(stage) for stage in self.stages], dtype=np.float64)
-
-    @property
     def kinds_of_layers(self) -> tuple[Counter[LayerKind], ...]:
         """Number of layers of each kind in each stage."""
         return count_kinds(self.workload.model, self.workload.trainable, self.stages)

@@ -266,6 +266,10 @@ class ModelConfig(Section):
         """Return the experts of layers of a type; None if they have an MLP."""
         return self.experts if layer_type.routed else None
 
+    def linear_attention_of(self, layer_type: LayerType) -> LinearAttention | None:
+        """Return the linear attention of layers of a type; None if they have attention."""
+        return self.linear_attention if layer_type.linear else None
+
     def layer_type(self, layer: int) -> LayerType:
         """Return the type of `layer`; those of equal layers are equal."""
         own = "full" if self.sliding_window is None else "sliding"
