@@ -1,7 +1,8 @@
 """Attention as the token mixer of a layer, forward and backward.
 
 Attention itself is an argument, so the mixer does not depend on K/V storage, other subsequences or
-other ranks.
+other ranks. With an ``attention_gate``, o is multiplied by the sigmoid of a projection of the token
+before its own projection.
 
 Legend: C tokens, E hidden, Q = N D query width, N query heads, K key/value heads, D head size.
 """
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
+from sppo.kernels.output_gate import gated, gated_backward_
 from sppo.kernels.rotary import RotaryTable
 from sppo.kernels.sinks import apply_sinks_, sink_gradient
 from sppo.model.gradients import GradientSink
 from sppo.model.heads import Heads
 from sppo.model.mixer import Inputs, Save, Saved
-from sppo.model.projection import Projection
+from sppo.model.projection import Projection, backward_of_all
 
-_SINKS = "sinks.weight"
+_GATE, _SINKS = "attention_gate", "sinks.weight"
 
 
 class SubsequenceAttention(Protocol):
@@ -80,7 +82,10 @@ class AttentionMixer:
     def forward(self, n1_CE: Tensor, save: Save) -> Tensor:
         """Return the output ``[C, E]``; store k and v."""
         q, k, v = (self._heads.project(name, n1_CE) for name in ("q", "k", "v"))
+        gate = self._projection(_GATE).forward(n1_CE) if self.model.attention_gate else None
         del n1_CE
+        if gate is not None:
+            save(attention_gate=gate)
         if self.model.qk_norm:
             save(q=q, k=k)
         q = self._heads.norm_and_rotate("q", q)
@@ -90,15 +95,18 @@ class AttentionMixer:
         o_CND, lse = self._with_sinks_(*self.attention.forward(q, k, v))
         del q, k, v
         save(o=o_CND.flatten(1), lse=lse)
-        return self._projection("o").forward(o_CND.flatten(1))
+        return self._projected(o_CND.flatten(1), gate)
 
     def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
-        """Recompute the last rows of q, k, o and lse that ``saved`` has in part."""
+        """Recompute the last rows of the mixer's tensors that ``saved`` has in part."""
         for name in cut.keys() & {"q", "k"}:
             rest = self._heads.project(name, inputs(cut[name]))
             if not self.model.qk_norm:
                 rest = self._heads.norm_and_rotate(name, rest, first=cut[name])
             saved[name] = torch.cat([saved[name], rest])
+        if _GATE in cut:
+            rest = self._projection(_GATE).forward(inputs(cut[_GATE]))
+            saved[_GATE] = torch.cat([saved[_GATE], rest])
         if "o" in cut:
             self._attend_rest(saved, inputs)
 
@@ -106,7 +114,8 @@ class AttentionMixer:
         """Return the projection of o, of the tokens from number ``first`` on."""
         if "o" not in saved:
             self._attend_rest(saved, inputs)
-        return self._projection("o").forward(saved["o"][first:])
+        gate = self._complete_gate(saved, inputs)
+        return self._projected(saved["o"][first:], None if gate is None else gate[first:])
 
     def begin_backward(self, n1_CE: Tensor, saved: Saved) -> None:
         """Recompute q, o and lse; ``rotated`` has the queries that attention reads."""
@@ -122,12 +131,16 @@ class AttentionMixer:
         self, dy_CE: Tensor, n1_CE: Tensor, saved: Saved, gradients: GradientSink
     ) -> Tensor:
         """Return the gradient of ``n1_CE``; see :meth:`sppo.model.mixer.Mixer.backward`."""
+        gate = self._complete_gate(saved, lambda first: n1_CE[first:])
+        saved.pop(_GATE, None)
         q, o, lse = (saved.pop(name) for name in ("rotated", "o", "lse"))
         back = self._projection("o").backward(dy_CE)
         del dy_CE
-        back.parameter_gradients(o, gradients)
+        back.parameter_gradients(o if gate is None else gated(o, gate), gradients)
         do_CND = back.input_gradient().view_as(q)
         del back
+        if gate is not None:
+            gated_backward_(do_CND.flatten(1), o, gate)
         self._provide_lacking(n1_CE)
         if self.model.attention_sinks and gradients.trains(_SINKS):
             gradients.add(_SINKS, sink_gradient(do_CND, o.view_as(q), lse, self.weights[_SINKS]))
@@ -136,7 +149,11 @@ class AttentionMixer:
         dq = self._heads.norm_and_rotate_backward("q", dq, saved.pop("q", None), gradients)
         k_projected = self._projected_keys(n1_CE, saved)
         dk = self._heads.norm_and_rotate_backward("k", dk, k_projected, gradients)
-        return self._heads.project_backward(dq, dk, dv, n1_CE, gradients)
+        projected = {"q": dq.flatten(1), "k": dk.flatten(1), "v": dv.flatten(1)}
+        if gate is not None:
+            projected[_GATE] = gate
+        backs = [self._projection(name).backward(dy) for name, dy in projected.items()]
+        return backward_of_all(backs, n1_CE, gradients)
 
     def recompute_kv(self, n1_CE: Tensor) -> None:
         """Provide k and v to attention again, bitwise equal to those of :meth:`forward`."""
@@ -162,6 +179,17 @@ class AttentionMixer:
             saved["lse"] = torch.cat([saved["lse"], lse_NC], dim=1)
         else:
             saved["o"], saved["lse"] = o_CND.flatten(1), lse_NC
+
+    def _complete_gate(self, saved: Saved, inputs: Inputs) -> Tensor | None:
+        """Return the gate, which is in ``saved`` from now on; None if the model has none."""
+        if self.model.attention_gate and _GATE not in saved:
+            saved[_GATE] = self._projection(_GATE).forward(inputs(0))
+        return saved.get(_GATE)
+
+    def _projected(self, o_CQ: Tensor, gate_CQ: Tensor | None) -> Tensor:
+        """Return the projection of o, behind its gate if any, ``[C, E]``."""
+        o_CQ = o_CQ if gate_CQ is None else gated(o_CQ, gate_CQ)
+        return self._projection("o").forward(o_CQ)
 
     def _queries(self, n1_CE: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor]:
         """Return (projected, rotated) queries ``[C, N, D]``; projected is None without q/k-norm."""

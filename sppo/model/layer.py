@@ -9,6 +9,7 @@ ones is an argument, the mixer (:mod:`sppo.model.mixer`).
     q              rotated queries (with q/k-norm: the projection before its norm)    x_in
     k              keys before their norm, q/k-norm only                              x_in
     o, lse         attention output and log-sum-exp, with sinks if any    q, by attention
+    attention_gate  projection whose sigmoid multiplies o              x_in
     x_mid          residual stream after attention      x_in, o
     attention_out  projection of o, in place of x_mid if it has a norm of its own      o
     gate           gate projection (gated MLPs only)    x_mid
