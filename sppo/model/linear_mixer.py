@@ -6,7 +6,9 @@ a weight that is never an offset from one, and multiplied by silu of a projectio
 
     out = linear_o(norm(o) * silu(linear_gate(n1)))
 
-o is not saved: the backward of the rule begins with its forward anyway.
+o is not saved: the backward of the rule begins with its forward anyway. All weights are in the
+compute dtype, those from which decays are made as well: the models are published with weights that
+are rounded to bf16, and the rule itself computes in fp32.
 
 Legend: C tokens, E hidden, M channels of the convolution, H value heads, D size of a value.
 """
@@ -86,8 +88,9 @@ class LinearMixer:
         made = {name: self._project(name, n1_CE) for name in _PROJECTIONS}
         del n1_CE
         save(**made)
-        o_CHD = self.recurrence.forward(made.pop(_QKV), made.pop(_AB), self.weights)
-        return self._projected(o_CHD, made.pop(_GATE))
+        return self._projected(
+            self.recurrence.forward(made.pop(_QKV), made.pop(_AB), self.weights), made.pop(_GATE)
+        )
 
     def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
         """Recompute the last rows of the projections that ``saved`` has in part."""
@@ -120,7 +123,7 @@ class LinearMixer:
         backs = []
         for name, dy in {_QKV: dqkv, _GATE: dgate, _AB: dab}.items():
             parts = self._parts(name)
-            columns = dy.split([len(part.weight_OI) for part in parts], dim=1)
+            columns = torch.split(dy, [len(part.weight_OI) for part in parts], dim=1)
             backs += [part.backward(d) for part, d in zip(parts, columns, strict=True)]
         return backward_of_all(backs, n1_CE, gradients)
 
@@ -129,8 +132,9 @@ class LinearMixer:
 
     def _complete(self, saved: Saved, inputs: Inputs) -> None:
         """Add the projections and o to ``saved`` where they are missing."""
-        for name in _PROJECTIONS.keys() - saved.keys():
-            saved[name] = self._project(name, inputs(0))
+        for name in _PROJECTIONS:
+            if name not in saved:
+                saved[name] = self._project(name, inputs(0))
         if "o" not in saved:
             saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB], self.weights)
 
@@ -139,7 +143,7 @@ class LinearMixer:
         parts = self._parts(name)
         widths = [len(part.weight_OI) for part in parts]
         made = n1_CE.new_empty(len(n1_CE), sum(widths))
-        for part, columns in zip(parts, made.split(widths, dim=1), strict=True):
+        for part, columns in zip(parts, torch.split(made, widths, dim=1), strict=True):
             columns.copy_(part.forward(n1_CE))
         return made
 
