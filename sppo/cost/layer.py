@@ -148,7 +148,6 @@ def layer_parts(
         },
         "linear_recompute": {
             "products": _products(workload, recomputed, tokens=here, product="forward"),
-            "attention": rule,
             "elementwise": elementwise["linear_recompute"] - saving[LINEAR],
             "exchange": exchange * times["linear_recompute"],
         },
@@ -277,13 +276,14 @@ def exchanged_widths(workload: Workload, layer_type: LayerType) -> tuple[int, in
 def _exchanges(workload: Workload, layer_type: LayerType) -> Mapping[str, float]:
     """Return the communication of other passes, as multiples of that of a forward.
 
-    Linear attention exchanges its inputs again in backward, beside their gradients.
+    Backward of linear attention exchanges its inputs again for its outputs, and again for their own
+    gradients.
     """
     if not layer_type.linear:
         return _EXCHANGES[workload.sequence_parallel]
     inputs, outputs = exchanged_widths(workload, layer_type)
-    backward = (2 * inputs + outputs) / (inputs + outputs)
-    return {"backward": backward, "linear_recompute": 1.0, "attention_recompute": 0.0}
+    backward = (3 * inputs + 2 * outputs) / (inputs + outputs)
+    return {"backward": backward, "linear_recompute": 0.0, "attention_recompute": 0.0}
 
 
 def attention_seconds(
