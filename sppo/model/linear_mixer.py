@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.kernels import elementwise
+from sppo.kernels.elementwise import activation, activation_backward_
 from sppo.model.gradients import GradientSink
 from sppo.model.mixer import Inputs, Save, Saved
+from sppo.model.norms import norm, norm_backward
 from sppo.model.projection import Projection, ProjectionBackward, backward_of_all
 
 _QKV, _GATE, _AB = "linear_qkv", "linear_gate", "linear_ab"
@@ -35,7 +36,7 @@ _PROJECTIONS = {
     _AB: ("linear_decay", "linear_beta"),
 }
 """Projections that lie beside each other in each saved tensor."""
-_NORM = "linear_norm.weight"
+_NORM = "linear_norm"
 
 
 class SubsequenceRecurrence(Protocol):
@@ -149,32 +150,21 @@ class LinearMixer:
 
     def _projected(self, o_CHD: Tensor, gate: Tensor) -> Tensor:
         """Return the projection of o behind its norm and its gate, ``[C, E]``."""
-        hidden = elementwise.activation(gate, self._normed(o_CHD).flatten(1), kind="swiglu")
+        normed = norm(self.model, _NORM, o_CHD, self.weights).flatten(1)
         del o_CHD
+        hidden = activation(gate, normed, kind="swiglu")
+        del normed, gate
         return self._projection("linear_o").forward(hidden)
 
     def _norm_and_gate_backward(
         self, back: ProjectionBackward, o_CHD: Tensor, gate: Tensor, gradients: GradientSink
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of o and, in its place, of the gate."""
-        inner = elementwise.activation_backward_(
-            back.input_gradient(), gate, self._normed(o_CHD).flatten(1), kind="swiglu"
-        )
+        normed = norm(self.model, _NORM, o_CHD, self.weights).flatten(1)
+        inner = activation_backward_(back.input_gradient(), gate, normed, kind="swiglu")
         back.parameter_gradients(inner.hidden_CF, gradients)
-        trains = gradients.trains(_NORM)
-        do_CHD, dweight, _ = elementwise.norm_backward(
-            inner.dup_CF.view_as(o_CHD),
-            o_CHD,
-            self.weights[_NORM],
-            eps=self.model.norm_eps,
-            with_parameters=trains,
-        )
-        if dweight is not None:
-            gradients.add(_NORM, dweight)
-        return do_CHD, gate
-
-    def _normed(self, o_CHD: Tensor) -> Tensor:
-        return elementwise.norm(o_CHD, self.weights[_NORM], eps=self.model.norm_eps)
+        do_CHD = inner.dup_CF.view_as(o_CHD)
+        return norm_backward(self.model, _NORM, do_CHD, o_CHD, self.weights, gradients), gate
 
     def _parts(self, name: str) -> list[Projection]:
         """Return the projections of a saved tensor."""
