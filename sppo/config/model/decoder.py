@@ -258,6 +258,12 @@ class ModelConfig(Section):
         return self.windows != {None}
 
     @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention, which have keys and values."""
+        types = map(self.layer_type, range(self.num_layers))
+        return sum(not own.linear for own in types)
+
+    @property
     def rotary_size(self) -> int:
         """Number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)
