@@ -103,7 +103,7 @@ def from_hf(
             theirs = model_of_start(str(rope_scaling_of), output=None)
             fields |= {key: theirs[key] for key in CONTEXT_KEYS}
         model = _model(fields, source=source)
-        check_headers(source, model)
+        skipped = check_headers(source, model).skipped
         from sppo.model.huggingface.reading import open_hf_weights
         from sppo.model.huggingface.writing import DTYPES
 
@@ -113,6 +113,7 @@ def from_hf(
             kind = next(name for name, known in DTYPES.items() if known == weights.dtype)
         values = _write(destination, weights, model, kind, max_shard_bytes, read_extras(source))
     values |= {"source": str(source), "ignored": list(ignored_settings(config))}
+    values["skipped"] = dict(skipped)
     emit(lambda: values, lambda: _screen(values), as_json=json_output)
 
 
@@ -339,5 +340,8 @@ def _screen(values: dict[str, Any]) -> Screen:
     for reason in dict.fromkeys(missing.values()):
         names = ", ".join(name for name, own in missing.items() if own == reason)
         yield Unbroken(f"missing: {names} ({reason})")
+    if values.get("skipped"):
+        parts = (f"{counted(n, 'tensor')} of {part}" for part, n in values["skipped"].items())
+        yield f"left out: {', '.join(parts)}"
     if values.get("ignored"):
         yield f"not applied in training: {', '.join(values['ignored'])}"
