@@ -55,6 +55,10 @@ class Case:
     """Activation policies of the runs on the GPU."""
     with_transformers: bool = False
     """Whether the model is also trained with transformers and activation checkpointing."""
+    kv: str = "auto"
+    """Value of ``activations.kv``."""
+    adapter: dict[str, Any] | None = None
+    """Section ``adapter`` of the runs; None to train all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class Place:
         """Train a run; return its metrics and summary."""
         name = f"{case.name}-{policy}"
         machine = "auto" if self.hardware is None else {"file": str(self.hardware)}
-        moves: dict[str, Any] = {"policy": policy}
+        moves: dict[str, Any] = {"policy": policy, "kv": case.kv}
         if self.rehearse:
             machine, moves["disk"] = {"preset": "laptop-cpu"}, str(self.directory)
         sections = {
@@ -97,6 +101,7 @@ class Place:
             "sequence": {"length": case.length, "num_subsequences": case.num_subsequences},
             "parallel": dict.fromkeys(DEGREES, 1),  # whatever else the machine has
             "activations": moves,
+            "adapter": case.adapter,
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": 0, "at_end": False},
             "train": {"steps": case.steps, "dtype": case.dtype, "output": f"runs/{name}"},
@@ -122,24 +127,51 @@ def cases(*, rehearse: bool, quick: bool) -> tuple[Case, ...]:
             Case("rehearsal", {"preset": "tiny-test"}, 256, 4, "fp32", 2, with_transformers=True),
         )
     if quick:
-        lengths: dict[int, tuple[str, ...]] = {16384: ("retain", "offload_all")}
-    else:
-        lengths = {
-            32768: ("retain", "offload_all"),
-            131072: ("hybrid", "keep_attention", "recompute"),  # within 128 GiB of host memory
-        }
-    return tuple(
+        return (_dense(16384, ("retain", "offload_all"), with_transformers=True),)
+    return (
+        _dense(32768, ("retain", "offload_all"), with_transformers=True),
+        *_models_of_today(),
+        _dense(131072, ("hybrid", "keep_attention", "recompute")),  # within 128 GiB of host memory
+    )
+
+
+def _dense(length: int, policies: tuple[str, ...], *, with_transformers: bool = False) -> Case:
+    return Case(
+        f"llama-3.2-1b {length >> 10}Ki",
+        {"preset": "llama-3.2-1b"},
+        length,
+        length // 8192,
+        "bf16",
+        3,
+        policies=policies,
+        with_transformers=with_transformers,
+    )
+
+
+def _models_of_today() -> tuple[Case, ...]:
+    """Return cases with experts, sinks, windows and adapters: few layers of published shapes."""
+    experts = {"count": 64, "per_token": 8, "mlp_size": 768, "normalize": True}
+    routed = {"preset": "qwen3-30b-a3b", "num_layers": 3, "vocab_size": 32768, "experts": experts}
+    experts = {"count": 16, "per_token": 4, "mlp_size": 2880, "score": "softmax_chosen"}
+    experts |= {"bias": True, "router_bias": True}
+    sinks = {"preset": "gpt-oss-20b", "num_layers": 2, "vocab_size": 32768, "experts": experts}
+    windows = {"preset": "gemma-3-4b", "num_layers": 6, "vocab_size": 32768}
+    moved = ("retain", "recompute", "offload_all")
+    return (
+        Case("64 experts of qwen3-30b-a3b", routed, 32768, 4, "bf16", 3, moved),
+        Case("16 experts of gpt-oss-20b", sinks, 32768, 4, "bf16", 3, ("retain", "offload_all")),
+        Case("windows of gemma-3-4b", windows, 65536, 8, "bf16", 3, ("retain",), kv="retain"),
+        Case("windows recomputed", windows, 65536, 8, "bf16", 3, ("retain",), kv="recompute"),
         Case(
-            f"llama-3.2-1b {length >> 10}Ki",
+            "adapter of llama-3.2-1b",
             {"preset": "llama-3.2-1b"},
-            length,
-            length // 8192,
+            32768,
+            4,
             "bf16",
             3,
-            policies=of_length,
-            with_transformers=length == min(lengths),
-        )
-        for length, of_length in lengths.items()
+            ("retain", "offload_all"),
+            adapter={"rank": 16, "alpha": 32},
+        ),
     )
 
 

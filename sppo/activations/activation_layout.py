@@ -105,8 +105,11 @@ class ActivationLayout:
         return [ActivationKey(*unit, layer) for layer in reversed(self.blocks.layers)]
 
     def kv_keys(self, unit: UnitKey) -> list[ActivationKey]:
-        """Return the keys of a unit's offloaded K and V, one per layer, in the order of return."""
-        return [ActivationKey(*unit, layer, is_kv=True) for layer in self.blocks.layers]
+        """Return the keys of a unit's offloaded K and V, one per layer that has them.
+
+        They are in the order of return.
+        """
+        return [ActivationKey(*unit, layer, is_kv=True) for layer in self.blocks.kv_layers]
 
     def saves_input(self, unit: UnitKey, layer: int) -> bool:
         """Return whether a layer saves its input."""

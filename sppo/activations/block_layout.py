@@ -62,6 +62,11 @@ class BlockLayout:
         """
         return (layer - self.layers.start) % self.input_every == 0 or not attention_saved
 
+    @property
+    def kv_layers(self) -> list[int]:
+        """Layers of the stage that have K and V."""
+        return [layer for layer in self.layers if not self.model.layer_type(layer).linear]
+
     @cached_property
     def row_bytes(self) -> Mapping[LayerType, Mapping[str, int]]:
         """Bytes of one row of every tensor that a layer of each type may save, by name."""

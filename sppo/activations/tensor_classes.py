@@ -4,8 +4,12 @@ The classes in the order of the value of a saved byte, highest first:
 
     x_in       the layer's input; nothing in the layer can recompute it
     attention  o and lse; recomputed by recomputing attention, whose cost grows with the context
-    linear     q, k, x_mid, gate, up; with post norms attention_out in place of x_mid, and mlp_out;
-               recomputed by matrix products, 4 sqrt(E F) FLOPs per byte
+    linear     q, k, attention_gate, x_mid, gate, up; with post norms attention_out in place of
+               x_mid, and mlp_out; recomputed by matrix products, 4 sqrt(E F) FLOPs per byte
+
+A layer with linear attention has nothing of the class attention, and in place of q and k the
+inputs of its convolution, linear_qkv, of its gate, linear_gate, and of the decays and strengths of
+its updates, linear_ab. Backward runs its recurrence again, whatever is saved.
 
 :mod:`sppo.model.layer` says from which tensors each is recomputed. K and V are in none of the
 classes: later subsequences read them, so they stay in the KV store. The experts that tokens have
@@ -51,22 +55,28 @@ def tensor_bytes_per_token(
     model: ModelConfig, layer_type: LayerType, *, element_bytes: int
 ) -> dict[str, int]:
     """Return the bytes per token of every tensor that a layer of a type may save, by name."""
-    e, nd = model.hidden_size, model.num_heads * model.head_dim
-    sizes = {
-        "x_in": e * element_bytes,
-        "q": nd * element_bytes,
-        "o": nd * element_bytes,
-        "lse": model.num_heads * max(_LSE_BYTES, element_bytes),
-    }
+    linear = model.linear_attention_of(layer_type)
+    widths = _attention_widths(model) if linear is None else linear.saved_widths
     outputs = ("attention_out", "mlp_out") if model.norms_outputs else ("x_mid",)
-    sizes |= dict.fromkeys(outputs, e * element_bytes)
-    if model.qk_norm:
-        sizes["k"] = model.kv_heads * model.head_dim * element_bytes
-    for name, width in mlp_widths(model, layer_type).items():
-        sizes[name] = width * element_bytes
+    widths |= dict.fromkeys(("x_in", *outputs), model.hidden_size)
+    widths |= mlp_widths(model, layer_type)
+    sizes = {name: width * element_bytes for name, width in widths.items()}
+    if linear is None:
+        sizes["lse"] = model.num_heads * max(_LSE_BYTES, element_bytes)
     if layer_type.routed:
         sizes[CHOSEN] = chosen_bytes_per_token(model, layer_type)
     return sizes
+
+
+def _attention_widths(model: ModelConfig) -> dict[str, int]:
+    """Return the widths of the tensors that attention saves in the compute dtype, by name."""
+    queries = model.num_heads * model.head_dim
+    widths = {"q": queries, "o": queries}
+    if model.qk_norm:
+        widths["k"] = model.kv_heads * model.head_dim
+    if model.attention_gate:
+        widths["attention_gate"] = queries
+    return widths
 
 
 def mlp_widths(model: ModelConfig, layer_type: LayerType) -> dict[str, int]:

@@ -20,6 +20,7 @@ from sppo.config.model import (
     LayerType,
     ModelConfig,
 )
+from sppo.cost.linear_attention.elementwise import linear_attention_work
 from sppo.cost.mlp_work import Work, bias_gradients, mlp_work
 
 _ACCUMULATION_BYTES = 4
@@ -94,14 +95,35 @@ def layer_work(
         "linear_recompute" and "attention_recompute", the recomputation of both classes; and of
         "kv", the recomputation of K and V from the layer's input; without matrix products.
     """
-    e = model.hidden_size
+    stream, mlp = _stream_work(model), mlp_work(model, layer_type, trained=trained)
+    linear = model.linear_attention_of(layer_type)
+    mixer = (
+        _attention_work(model, layer_type, element_bytes=element_bytes, trained=trained)
+        if linear is None
+        else linear_attention_work(linear, element_bytes=element_bytes)
+    )
+    # With norms of outputs, the output of the MLP is in the linear class.
+    mlp_again = mlp["forward" if model.norms_outputs else "linear_recompute"]
+    return {
+        "forward": [*stream["input"], *mixer["forward"], *stream["forward"], *mlp["forward"]],
+        "backward": [*stream["backward"], *mlp["backward"], *mixer["backward"]],
+        "linear_recompute": [*mixer["linear_recompute"], *stream["recompute"], *mlp_again],
+        "attention_recompute": mixer["attention_recompute"],
+        "kv": [*stream["input"], *mixer["kv"]],
+    }
+
+
+def _attention_work(
+    model: ModelConfig, layer_type: LayerType, *, element_bytes: int, trained: Collection[str]
+) -> Mapping[str, list[Work]]:
+    """Return the kernels between the inputs and the output of attention, see :func:`layer_work`."""
     query, key = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
     between = _kernels_of_heads(model, layer_type)
     queries, keys = ([(kernel, width) for kernel in between] for width in (query, key))
     sinks: list[Work] = [("sinks", query)] * model.attention_sinks
-    stream, mlp = _stream_work(model), mlp_work(model, layer_type, trained=trained)
-    kv = [*stream["input"], *keys, *[("copy", key)] * 2]
-    backward, recompute = [*stream["backward"], *mlp["backward"]], list[Work]()
+    gate: list[Work] = [("add", query)] * model.attention_gate
+    kv = [*keys, *[("copy", key)] * 2]
+    backward, recompute = [*gate, *gate], [*gate]
     # Queries are saved before their norm if there is one, and after their rotation otherwise.
     (backward if model.qk_norm else recompute).extend(queries)
     for width in (query, key):
@@ -110,15 +132,10 @@ def layer_work(
         backward += [("narrow", key)] * 2
     if "sinks.weight" in trained:
         backward.append(("sink_gradient", query))
-    widths = {"q": query, "k": key, "v": key, "o": e}
+    widths = {"q": query, "k": key, "v": key, "attention_gate": query, "o": model.hidden_size}
     backward += bias_gradients(widths, trained=trained)
-    # With norms of outputs, the output of the MLP is in the linear class.
-    recompute += [
-        *stream["recompute"],
-        *mlp["forward" if model.norms_outputs else "linear_recompute"],
-    ]
     return {
-        "forward": [*kv, *queries, *sinks, *stream["forward"], *mlp["forward"]],
+        "forward": [*kv, *queries, *sinks, *gate],
         "backward": backward,
         "linear_recompute": recompute,
         "attention_recompute": sinks,

@@ -3,10 +3,11 @@
 Model FLOPs are causal and without recomputation. Forward: 2 FLOPs per weight and token for every
 matrix product (of experts, those of the token), including the vocabulary projection but not the
 embedding look-up, plus ``4 * N * D`` per visible (query, key) pair and layer: 2 for q.k, 2 for p.v;
-a causal sequence of S tokens has S(S+1)/2 pairs. Backward counts twice the forward: products for
-the gradients of inputs, and for those of weights. A frozen weight has no gradient, so it counts 4
-FLOPs per token in all instead of 6; a layer without backward counts its forward alone. Tokens whose
-label does not count have no FLOPs of the vocabulary projection, which does not compute them.
+a causal sequence of S tokens has S(S+1)/2 pairs. Linear attention has the FLOPs of its rule instead
+(:mod:`sppo.cost.linear_attention.delta_rule`). Backward counts twice the forward: products for the
+gradients of inputs, and for those of weights. A frozen weight has no gradient, so it counts 4 FLOPs
+per token in all instead of 6; a layer without backward counts its forward alone. Tokens whose label
+does not count have no FLOPs of the vocabulary projection, which does not compute them.
 ``mfu`` = model FLOPs / (time * peak). ``hfu`` uses executed FLOPs, which include recomputation and
 the flash backward at 2.5 times the attention forward instead of 2.
 """
@@ -20,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.config.model import ModelConfig
-from sppo.cost.layer_kinds import LayerKind, kinds_of_model
+from sppo.cost.layer_kinds import LayerKind, elements, kinds_of_model
+from sppo.cost.linear_attention.delta_rule import repeated_rule_flops, rule_flops
 from sppo.cost.trainable import EVERYTHING, Trainable, trains_head
 
 BACKWARD_RATIO = 2
@@ -32,10 +34,15 @@ _Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
 
 
 def layer_flops(kind: LayerKind) -> tuple[int, int]:
-    """Return the forward and the backward FLOPs per token of the products of a layer."""
+    """Return the forward and the backward FLOPs per token of the products of a layer.
+
+    They are those with weights, and those of the rule of linear attention.
+    """
     forward = 2 * kind.weights_per_token(kind.matrices)
     of_weights = 2 * kind.weights_per_token(kind.trained_matrices)
-    return forward, (forward + of_weights) * kind.has_backward
+    of_rule = 0 if kind.linear is None else rule_flops(kind.linear)
+    backward = forward + of_weights + BACKWARD_RATIO * of_rule
+    return forward + of_rule, backward * kind.has_backward
 
 
 def head_flops(model: ModelConfig, trainable: Trainable = EVERYTHING) -> tuple[int, int]:
@@ -44,9 +51,12 @@ def head_flops(model: ModelConfig, trainable: Trainable = EVERYTHING) -> tuple[i
     return forward, forward * (1 + trains_head(model, trainable))
 
 
-def pair_flops(model: ModelConfig) -> int:
-    """Return the forward FLOPs of attention per visible (query, key) pair of one layer."""
-    return 4 * model.num_heads * model.head_dim
+def pair_flops(model: ModelConfig, kind: LayerKind) -> int:
+    """Return the forward FLOPs of attention per visible (query, key) pair of one layer.
+
+    They are 0 with linear attention, which has no pairs.
+    """
+    return 4 * model.num_heads * model.head_dim * (kind.linear is None)
 
 
 def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> _Tokens:
@@ -77,7 +87,7 @@ def model_flops(
     forward, backward = (own * tokens for own in head_flops(model, trainable))
     for kind, count in kinds_of_model(model, trainable).items():
         of_forward, of_backward = layer_flops(kind)
-        attention = pair_flops(model) * causal_pairs(start, end, window=kind.window)
+        attention = pair_flops(model, kind) * causal_pairs(start, end, window=kind.window)
         forward += count * (of_forward * tokens + attention)
         backward += count * (of_backward * tokens + BACKWARD_RATIO * attention * kind.has_backward)
     return forward, backward
@@ -124,7 +134,8 @@ def partition_costs(
     linear = sum(head_flops(model, trainable)) / _PASSES * label_share
     quadratic = 0.0
     for kind, count in kinds_of_model(model, trainable).items():
-        of_pair = pair_flops(model) * (1 + BACKWARD_RATIO * kind.has_backward) * count / _PASSES
+        passes = 1 + BACKWARD_RATIO * kind.has_backward
+        of_pair = pair_flops(model, kind) * passes * count / _PASSES
         linear += sum(layer_flops(kind)) * count / _PASSES
         if kind.window is None:
             quadratic += of_pair
@@ -141,12 +152,19 @@ def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
     inputs = ("gate", "up", "expert_gate", "expert_up", "shared_gate", "shared_up")
     outputs = DOWN if model.norms_outputs else ()
     k = ("k",) if model.qk_norm else ()
-    return ("q", "o", *inputs, *outputs, *k)
+    linear = (f"linear_{name}" for name in ("q", "k", "v", "gate", "decay", "beta", "o"))
+    return ("q", "o", *inputs, *outputs, *k, "attention_gate", *linear)
 
 
 def recomputed_linear_flops(model: ModelConfig, kind: LayerKind) -> int:
     """Return the FLOPs per token and layer of the products of :func:`recomputed_linear_names`."""
     return 2 * kind.weights_per_token(kind.projections(*recomputed_linear_names(model)))
+
+
+def repeated_flops(kind: LayerKind) -> int:
+    """Return the FLOPs per token and layer that backward repeats, whatever is saved."""
+    again = 2 * elements(kind.repeated)
+    return again if kind.linear is None else again + repeated_rule_flops(kind.linear)
 
 
 def recomputed_output_flops(model: ModelConfig, kind: LayerKind) -> int:

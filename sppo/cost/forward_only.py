@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer states stay where training has them. Nothing is saved for backward:
 K and V of a sequence leave a stage with the stage's last subsequence, and in layers with a sliding
-window as soon as no later subsequence sees them.
+window as soon as no later subsequence sees them. Linear attention keeps its newest states.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_of_sequences
 from sppo.cost.layer import head_parts, saving_seconds, summed
+from sppo.cost.linear_attention.states import states_of_units
 from sppo.cost.live_sets.working_set import same_prefixes
 from sppo.cost.memory.messages import exchanged_bytes, sent_bytes, tokens_held
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
@@ -69,7 +70,8 @@ def forward_memory(
     running, sent = _running_bytes(candidate), _sent_bytes(candidate)
     # Sequences pass a stage one after another, each with its own K and V.
     keys, _, passing_keys = kv_of_sequences(candidate)
-    of_stages = candidate.by_rank((keys + passing_keys)[:, 0])
+    states = states_of_units(candidate).max(axis=1)
+    of_stages = candidate.by_rank((keys + passing_keys)[:, 0] + states)
     interleaves = candidate.schedule in ("interleaved_1f1b", "interleaved_seq1f1b")
     kv_bytes = of_stages.sum(axis=0) if interleaves else of_stages.max(axis=0)
     found = []

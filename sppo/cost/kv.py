@@ -24,6 +24,7 @@ from sppo.config.model import LayerType
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import kv_seconds
 from sppo.cost.layer_kinds import LayerKind, Shapes
+from sppo.cost.linear_attention.states import passing_states_of_units
 from sppo.cost.sharding.collectives import layer_gather_seconds
 from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 from sppo.schedule.costs import SeenKV, Table
@@ -45,11 +46,13 @@ def kv_of_units(candidate: Candidate) -> tuple[Table, Table, Table]:
     """Return the bytes of K and V that each stage holds of each subsequence, [stages, N] each.
 
     Returns:
-        K and V of layers with a backward, their gradients, and K and V of layers without one.
+        K and V of layers with a backward, their gradients, and K and V of layers without one,
+        with the newest states of linear attention in such layers.
     """
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
     rows, gradient_rows, passing_rows = _held_rows(candidate)
-    return rows * kv_bytes, gradient_rows * gradient_bytes, passing_rows * kv_bytes
+    passing = passing_rows * kv_bytes + passing_states_of_units(candidate)
+    return rows * kv_bytes, gradient_rows * gradient_bytes, passing
 
 
 def seen_kv_of_units(candidate: Candidate) -> SeenKV:
@@ -58,7 +61,7 @@ def seen_kv_of_units(candidate: Candidate) -> SeenKV:
     lengths, prefixes = np.array(candidate.lengths), np.array(candidate.prefixes)
     seen, passing = np.zeros((2, candidate.num_stages, len(lengths)))
     for stage, kinds in enumerate(candidate.kinds_of_layers):
-        for kind, count in kinds.items():
+        for kind, count in _with_kv(kinds).items():
             before = prefixes if kind.window is None else np.minimum(prefixes, kind.window - 1)
             of_kind = seen if kind.has_backward else passing
             of_kind[stage] += count * (before + lengths)
@@ -88,7 +91,7 @@ def _held_rows(candidate: Candidate) -> tuple[Table, Table, Table]:
     rows, gradient_rows, passing_rows = np.zeros((3, *shape))
     for stage, kinds in enumerate(candidate.kinds_of_layers):
         recomputes = candidate.recomputes_windows[stage]
-        for kind, count in kinds.items():
+        for kind, count in _with_kv(kinds).items():
             own = count * _kept_rows(candidate, kind.window if recomputes else None)
             if kind.has_backward:
                 rows[stage] += own
@@ -213,9 +216,9 @@ def kv_tier_bytes(candidate: Candidate) -> Counts:
 
 
 def _kv_projections(kinds: Counter[LayerKind]) -> Counter[tuple[LayerType, Shapes]]:
-    """Return the number of layers with a backward by type, and projections to K and V."""
+    """Return the number of layers with K, V and a backward by type, and projections to K and V."""
     found: Counter[tuple[LayerType, Shapes]] = Counter()
-    for kind, count in kinds.items():
+    for kind, count in _with_kv(kinds).items():
         found[kind.type, kind.projections("k", "v")] += count * kind.has_backward
     return found
 
@@ -226,4 +229,18 @@ def _layers(candidate: Candidate, placement: KVPlacement) -> Counts:
     A layer without backward needs its K and V no longer.
     """
     is_placed = [kv == placement for kv in candidate.kv_of_stages]
-    return candidate.backward_layers.astype(np.int64) * is_placed
+    return kv_layers(candidate) * is_placed
+
+
+def kv_layers(candidate: Candidate) -> Counts:
+    """Return the number of layers of each stage that have K, V and a backward, [stages]."""
+    layers = [
+        sum(count for kind, count in _with_kv(kinds).items() if kind.has_backward)
+        for kinds in candidate.kinds_of_layers
+    ]
+    return np.array(layers, dtype=np.int64)
+
+
+def _with_kv(kinds: Counter[LayerKind]) -> Counter[LayerKind]:
+    """Return the number of layers of each kind that has K and V."""
+    return Counter({kind: count for kind, count in kinds.items() if kind.linear is None})

@@ -33,6 +33,7 @@ from sppo.cost.expert_products import (
 )
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
+from sppo.cost.linear_attention.delta_rule import rule_seconds
 from sppo.cost.mlp_work import Work
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.tiles import tile_tokens
@@ -107,16 +108,17 @@ def layer_parts(
     matrices, trained = kind.matrices, kind.trained_matrices
     recomputed = kind.projections(*recomputed_linear_names(model))
     attention, attention_backward = map(
-        parts.by_subsequence, _attention_seconds(workload, parts, window=kind.window)
+        parts.by_subsequence, _attention_seconds(workload, parts, kind=kind)
     )
+    rule, rule_backward = rule_seconds(workload, kind.linear, tokens=tokens)
     works = layer_work(model, kind.type, element_bytes=workload.element_bytes, trained=kind.trained)
     elementwise = {name: _work_seconds(workload, work, tokens=here) for name, work in works.items()}
     saving = {
         index: _saving_seconds(workload, kind.type, index, tokens=here) * kind.has_backward
         for index in _CLASSES
     }
-    exchange = exchange_seconds(workload, tokens=tokens)
-    times = _EXCHANGES[workload.sequence_parallel]
+    exchange = exchange_seconds(workload, kind.type, tokens=tokens)
+    times = _exchanges(workload, kind.type)
     # Each adapter multiplies by both factors, and scales what is between them.
     adapters = len(kind.recomputed_factors)
     of_experts = expert_kernels(device, kind, dtype=workload.dtype)
@@ -127,7 +129,7 @@ def layer_parts(
     passes: dict[str, dict[str, Table]] = {
         "forward": {
             "products": _products(workload, matrices, tokens=here, product="forward"),
-            "attention": attention,
+            "attention": attention + rule,
             "elementwise": elementwise["forward"] + sum(saving.values()),
             "exchange": exchange,
             "launches": forward_kernels * device.kernel_s,
@@ -135,7 +137,7 @@ def layer_parts(
         "backward": {
             "products": _products(workload, matrices, tokens=here, product="input")
             + _products(workload, kind.repeated, tokens=here, product="forward"),
-            "attention": attention_backward,
+            "attention": attention_backward + rule_backward,
             "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],
             "launches": backward_kernels * device.kernel_s,
@@ -185,7 +187,7 @@ def kv_seconds(
     seconds: Table = (
         _products(workload, matrices, tokens=here, product="forward")
         + _work_seconds(workload, work, tokens=here)
-        + exchange_seconds(workload, tokens=tokens) * share
+        + exchange_seconds(workload, layer_type, tokens=tokens) * share
     )
     return seconds * workload.correction.backward
 
@@ -233,12 +235,12 @@ def update_seconds(workload: Workload, *, parameters: Floats) -> Table:
     return seconds
 
 
-def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
+def exchange_seconds(workload: Workload, layer_type: LayerType, *, tokens: Floats) -> Table:
     """Return the seconds of communication of a layer's forward inside a sequence-parallel group.
 
-    Ulysses exchanges q, k, v and o: each device sends (g-1)/g of its g-th of the tokens. Megatron
-    gathers and scatters the residual stream before and after attention and the MLP: (g-1)/g of all
-    tokens.
+    Ulysses exchanges the inputs and outputs of attention: each device sends (g-1)/g of its g-th of
+    the tokens. Megatron gathers and scatters the residual stream before and after attention and the
+    MLP: (g-1)/g of all tokens.
     """
     degree = workload.sequence_parallel_degree
     if degree == 1:
@@ -252,30 +254,57 @@ def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
     if workload.sequence_parallel == "megatron":
         sent = 4 * tokens * model.hidden_size * away
     else:
-        # K/V heads are repeated where there are fewer than devices.
-        heads = 2 * model.num_heads + 2 * max(model.kv_heads, min(degree, model.num_heads))
-        sent = tokens / degree * heads * model.head_dim * away
+        sent = tokens / degree * sum(exchanged_widths(workload, layer_type)) * away
     seconds: Table = sent / rate + 4 * latency
     return seconds
+
+
+def exchanged_widths(workload: Workload, layer_type: LayerType) -> tuple[int, int]:
+    """Return the elements of a token that Ulysses exchanges before and after attention.
+
+    They are q, k and v, and o. K/V heads are repeated where there are fewer than devices. Linear
+    attention has the inputs of its convolution, decays and strengths in place of q, k and v.
+    """
+    model, degree = workload.model, workload.sequence_parallel_degree
+    linear = model.linear_attention_of(layer_type)
+    if linear is not None:
+        return linear.conv_width + 2 * linear.value_heads, linear.values_width
+    heads = model.num_heads + 2 * max(model.kv_heads, min(degree, model.num_heads))
+    return heads * model.head_dim, model.num_heads * model.head_dim
+
+
+def _exchanges(workload: Workload, layer_type: LayerType) -> Mapping[str, float]:
+    """Return the communication of other passes, as multiples of that of a forward.
+
+    Backward of linear attention exchanges its inputs again for its outputs, and again for their own
+    gradients.
+    """
+    if not layer_type.linear:
+        return _EXCHANGES[workload.sequence_parallel]
+    inputs, outputs = exchanged_widths(workload, layer_type)
+    backward = (3 * inputs + 2 * outputs) / (inputs + outputs)
+    return {"backward": backward, "linear_recompute": 0.0, "attention_recompute": 0.0}
 
 
 def attention_seconds(
     workload: Workload, parts: SampleParts, *, kind: LayerKind
 ) -> tuple[Table, Table]:
     """Return the seconds of attention forward and backward on one device of the group, [parts]."""
-    forward, backward = _attention_seconds(workload, parts, window=kind.window)
+    forward, backward = _attention_seconds(workload, parts, kind=kind)
     correction = workload.correction
     return forward * correction.forward, backward * correction.backward * kind.has_backward
 
 
 def _attention_seconds(
-    workload: Workload, parts: SampleParts, *, window: int | None
+    workload: Workload, parts: SampleParts, *, kind: LayerKind
 ) -> tuple[Table, Table]:
     """Return the seconds of :func:`attention_seconds` without the correction, [parts]."""
-    model, device = workload.model, workload.hardware.device
+    if kind.linear is not None:
+        return np.zeros_like(parts.begins), np.zeros_like(parts.begins)
+    model, device, window = workload.model, workload.hardware.device, kind.window
     degree, begins, ends = workload.sequence_parallel_degree, parts.begins, parts.ends
     pairs = causal_pairs(begins.astype(np.int64), ends.astype(np.int64), window=window)
-    flops = pair_flops(model) * pairs.astype(np.float64) / degree
+    flops = pair_flops(model, kind) * pairs.astype(np.float64) / degree
     tokens = ends - begins
     keys = ends if window is None else np.minimum(ends, tokens + window)
     heads = max(1.0, model.num_heads / degree)

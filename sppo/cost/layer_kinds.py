@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from sppo.config.model import LayerType, ModelConfig
+from sppo.config.model import LayerType, LinearAttention, ModelConfig
 from sppo.cost.parameters import Shape
 from sppo.cost.trainable import LORA_A, Trainable, layers_without_backward
 
@@ -32,6 +32,8 @@ class LayerKind(NamedTuple):
     """Whether anything trains in the layer or below it."""
     experts_per_token: int = 0
     """k: number of experts that each token passes through; 0 without experts."""
+    linear: LinearAttention | None = None
+    """Linear attention of the layer; None if it has attention, with K and V."""
 
     @property
     def window(self) -> int | None:
@@ -40,11 +42,14 @@ class LayerKind(NamedTuple):
 
     @property
     def matrices(self) -> Shapes:
-        """Weights and factors by which tokens are multiplied; those of experts are stacked."""
+        """Weights and factors by which tokens are multiplied; those of experts are stacked.
+
+        Those of the convolution of linear attention multiply element-wise.
+        """
         return tuple(
             (name, shape)
             for name, shape in self.shapes
-            if len(shape) > 1 and not name.endswith(".bias")
+            if len(shape) > 1 and not name.endswith(".bias") and not name.startswith("conv_")
         )
 
     @property
@@ -97,9 +102,10 @@ def layer_kinds(model: ModelConfig, trainable: Trainable) -> tuple[LayerKind, ..
     for layer in range(model.num_layers):
         shapes = trainable.layer_shapes(model, layer)
         trained, kind = trainable.trained_names(model, layer), model.layer_type(layer)
-        experts = model.experts_of(kind)
+        experts, linear = model.experts_of(kind), model.linear_attention_of(kind)
         per_token = 0 if experts is None else experts.per_token
-        found.append(LayerKind(kind, (*shapes.items(),), trained, layer >= first, per_token))
+        own = kind, (*shapes.items(),), trained, layer >= first, per_token, linear
+        found.append(LayerKind(*own))
     return tuple(found)
 
 

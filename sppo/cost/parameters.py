@@ -38,9 +38,10 @@ _KINDS = {
 
 def layer_shapes(model: ModelConfig, layer: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of a layer, by name without the ``layers.i.`` prefix."""
-    kind, linear = model.layer_type(layer), model.linear_attention
+    kind = model.layer_type(layer)
+    linear = model.linear_attention_of(kind)
     shapes = _norm("attention_norm", model) if model.norms_inputs else {}
-    if kind.linear and linear is not None:
+    if linear is not None:
         shapes |= _linear_attention_shapes(linear, width=model.hidden_size)
     else:
         shapes |= _attention_shapes(model)

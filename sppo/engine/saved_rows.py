@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sppo.model.layer import Saved, token_dimension
+from sppo.model.mixer import Saved, token_dimension
 
 
 def cut(

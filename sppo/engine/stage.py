@@ -30,8 +30,10 @@ from sppo.engine.providers.weights import visit
 from sppo.engine.saved_rows import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
+from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.gradients import DeferredGradients, GradientSink
-from sppo.model.layer import Layer, Saved
+from sppo.model.layer import Layer
+from sppo.model.mixer import Saved
 from sppo.model.residual import TokenExchange
 from sppo.model.rope import RotaryTables
 from sppo.offload.retained import stacked_bytes
@@ -375,8 +377,9 @@ class Stage:
             yield Layer(
                 self.model,
                 weights,
-                rotary.of_layer(index),
-                attention,
+                AttentionMixer(
+                    self.model, weights, rotary.of_layer(index), attention, self._adapter_scale
+                ),
                 tokens,
                 self._adapter_scale,
                 self._providers.loads.terms(unit, index),

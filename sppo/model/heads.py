@@ -71,26 +71,6 @@ class Heads:
         dx = norm_backward(self.model, f"{name}_norm", d_rows, rows, self.weights, gradients)
         return dx.view(d_CHD.shape)
 
-    def project_backward(
-        self,
-        dq_CND: Tensor,
-        dk_CKD: Tensor,
-        dv_CKD: Tensor,
-        n1_CE: Tensor,
-        gradients: GradientSink,
-    ) -> Tensor:
-        """Return the gradient of ``n1_CE`` through the three projections, ``[C, E]``."""
-        q, k, v = (
-            self._projection(name).backward(d_CHD.flatten(1))
-            for name, d_CHD in (("q", dq_CND), ("k", dk_CKD), ("v", dv_CKD))
-        )
-        dn1 = q.input_gradient()
-        for back in (k, v):
-            back.input_gradient(add_to_CI=dn1)
-        for back in (q, k, v):
-            back.parameter_gradients(n1_CE, gradients)
-        return dn1
-
     def _normed_rows(self, x_CHD: Tensor) -> Tensor:
         """Return the rows that q/k-norm norms: each head by itself, or all heads of a token."""
         return x_CHD.flatten(1) if self.model.qk_norm == "all" else x_CHD

@@ -19,6 +19,8 @@ from sppo.units import GIB
 AHEAD_BYTES = GIB
 """Most bytes of parameters generated ahead of the consumer; a single larger one is allowed."""
 
+_DECAY_RATES = (0.01, 16.0)
+"""Range of the initial rates of decay of linear attention, whose logarithms must be finite."""
 _RESIDUAL_OUTPUTS = ("o.weight", "down.weight")
 _ELEMENT_BYTES = 4
 
@@ -30,7 +32,8 @@ def initial_weights(
 
     Matrices are normal with standard deviation ``init_std``, divided by sqrt(2 layers) for matrices
     that write into the residual stream (GPT-2, section 2.3). Norms start as if without a weight:
-    at one, or at zero if it is an offset from one. Biases and attention sinks start at zero.
+    at one, or at zero if it is an offset from one. Biases and attention sinks start at zero. Rates
+    of decay of linear attention are uniform, their biases start at one (Gated DeltaNet).
     """
     shapes = trainable.parameter_shapes(model)
     return dict(generate_weights_ahead(shapes, model=model, seed=seed, threads=1))
@@ -73,12 +76,17 @@ def initial_weight(name: str, shape: Shape, *, model: ModelConfig, seed: int) ->
 
     Factors of adapters start as in PEFT: A ``[r, I]`` uniform within 1/sqrt(I), and B zero.
     """
+    if name.endswith(("decay.bias", "linear_norm.weight")):
+        return torch.ones(shape)
     if name.endswith((".bias", f".{LORA_B}")):
         return torch.zeros(shape)
-    if len(shape) == 1:
+    decays = name.endswith("decay.log_rate")
+    if len(shape) == 1 and not decays:
         return torch.full(shape, float(name.endswith("norm.weight") and not model.norm_offset))
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if decays:
+        return torch.empty(shape).uniform_(*_DECAY_RATES, generator=generator).log_()
     if name.endswith(f".{LORA_A}"):
         most = 1 / math.sqrt(shape[1])
         return torch.empty(shape).uniform_(-most, most, generator=generator)

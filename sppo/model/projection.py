@@ -8,7 +8,7 @@ Legend: C tokens, O outputs, I inputs, r rank of the adapter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -110,3 +110,22 @@ class ProjectionBackward:
             gradients.product(f"{name}.{LORA_B}", dy_CO=self.dy_CO, x_CI=u_Cr)
         if gradients.trains(f"{name}.{LORA_A}"):
             gradients.product(f"{name}.{LORA_A}", dy_CO=self.du_Cr, x_CI=x_CI)
+
+
+def backward_of_all(
+    projections: Sequence[ProjectionBackward], x_CI: Tensor, gradients: GradientSink
+) -> Tensor:
+    """Return the gradient of the common input of projections, ``[C, I]``.
+
+    Args:
+        projections: Backwards of the projections.
+        x_CI: Their input.
+        gradients: Sink of the gradients of their parameters, which owns all operands from now on.
+    """
+    first, *others = projections
+    dx_CI = first.input_gradient()
+    for back in others:
+        back.input_gradient(add_to_CI=dx_CI)
+    for back in projections:
+        back.parameter_gradients(x_CI, gradients)
+    return dx_CI

@@ -29,17 +29,15 @@ _TINY = {
     "from_hf": None,
     "vocab_size": 64,
     "hidden_size": 32,
-    "num_layers": 1,
     "num_heads": 2,
     "num_kv_heads": 1,
     "mlp_size": 32,
     "max_positions": 2 * _WARM_UP_TOKENS,
-    "layer_types": None,
 }
 
 
 def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
-    """Train a step of a tiny model, then one of a single layer for each length on this rank.
+    """Train a step of a tiny model, then one of a layer of each kind for each length on this rank.
 
     The first step of a process loads libraries, starts threads, and compiles kernels for every
     shape of a matrix product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths
@@ -51,7 +49,8 @@ def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
         lengths: Lengths of the subsequences, in tokens.
         device: Device that computes.
     """
-    tiny = run.model.model_copy(update=_TINY)
+    kinds = _layer_of_each_kind(run.model)
+    tiny = run.model.model_copy(update=_TINY | kinds)
     _warm_up_step(
         run,
         tiny,
@@ -64,15 +63,18 @@ def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
     for tokens in sorted(own, reverse=True)[:_MOST_LENGTHS]:
         # Two subsequences, so that the second has a prefix.
         cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
-        update = {
-            "num_layers": 1,
-            "layer_types": None,
-            "max_positions": max(run.model.max_positions or 0, cuts[-1]),
-        }
-        model = run.model.model_copy(update=update)
+        most = max(run.model.max_positions or 0, cuts[-1])
+        model = run.model.model_copy(update={"max_positions": most} | kinds)
         _warm_up_step(run, model, cuts=cuts, with_optimizer=False, device=device)
     gc.collect()  # the engine's parts refer to each other
     device.trim()
+
+
+def _layer_of_each_kind(model: ModelConfig) -> dict[str, object]:
+    """Return the fields of a model of one layer with attention, and one without if there are."""
+    if model.linear_attention is None:
+        return {"num_layers": 1, "layer_types": None}
+    return {"num_layers": 2, "layer_types": ("linear", "full")}
 
 
 def _warm_up_step(
@@ -107,12 +109,12 @@ def _warm_up_step(
 
 
 def _trainable_layer(run: RunConfig) -> Trainable:
-    """Return what trains in a model of one layer, which stands for every layer of the run."""
+    """Return what trains in a model whose layers stand for every layer of the run."""
     trainable = trainable_of_run(run)
     if trainable.is_everything:
         return trainable
     names = {
-        re.sub(r"^layers\.\d+", "layers.0", name) for name in trainable.trained_shapes(run.model)
+        re.sub(r"^layers\.\d+", "layers.*", name) for name in trainable.trained_shapes(run.model)
     }
     adapter = trainable.adapter and replace(trainable.adapter, layers=None)
     return Trainable(adapter, tuple(sorted(names)))

@@ -24,7 +24,7 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.kernels import elementwise
-from sppo.model import gradients, heads, layer
+from sppo.model import attention_mixer, gradients, heads
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.retained import RetainedTensors
@@ -103,8 +103,8 @@ def counted(monkeypatch):
     )
     watch(heads, "rotate", lambda x, table: ("rotary", x.numel()))
     watch(heads, "rotate_backward", lambda x, table: ("rotary", x.numel()))
-    watch(layer, "apply_sinks_", lambda o, lse, sinks: ("sinks", o.numel()))
-    watch(layer, "sink_gradient", lambda do, o, lse, sinks: ("sink_gradient", o.numel()))
+    watch(attention_mixer, "apply_sinks_", lambda o, lse, sinks: ("sinks", o.numel()))
+    watch(attention_mixer, "sink_gradient", lambda do, o, lse, sinks: ("sink_gradient", o.numel()))
     watch(gradients, "accumulate_bias_gradient", lambda total, dy: ("bias_gradient", dy.numel()))
     watch(
         StoredKV,

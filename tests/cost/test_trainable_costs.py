@@ -134,7 +134,7 @@ def test_weight_halves_of_adapters_are_small():
     assert (seconds.weight < 0.1 * seconds.backward).all()
     full, adapted = (weight_operand_bytes(way(each, **change)) for each in (EVERYTHING, LORA))
     # The same wide operands as those of the weights, and two of the rank for each projection.
-    layers = way(LORA, **change).layer_counts
+    layers = way(LORA, **change).sums_over_layers(lambda kind: 1)
     assert adapted - full == pytest.approx(layers[:, None] * LENGTHS * (7 * 2 * 16 * 2))
 
 

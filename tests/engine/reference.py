@@ -22,6 +22,7 @@ from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.rope import rotary_frequencies
 from tests.engine.expert_reference import Routed, mixture, routing_loss
+from tests.engine.linear_reference import linear_attention
 from tests.kernels.attention.reference import visible_pairs
 
 
@@ -124,18 +125,14 @@ def _layer(
     def normed(name: str, x: Tensor, *, there: bool) -> Tensor:
         return _norm(model, weights, prefix + name, x) if there else x
 
-    attention = _attention(
-        model,
-        weights,
-        prefix,
-        normed("attention_norm", x_SE, there=before),
-        positions_S,
-        data,
-        model.layer_type(index),
-    )
-    x_mid = x_SE + model.residual_scale * normed("attention_post_norm", attention, there=behind)
+    n1, layer_type = normed("attention_norm", x_SE, there=before), model.layer_type(index)
+    if layer_type.linear:
+        out = linear_attention(model, weights, prefix, n1, data.document_starts)
+    else:
+        out = _attention(model, weights, prefix, n1, positions_S, data, layer_type)
+    x_mid = x_SE + model.residual_scale * normed("attention_post_norm", out, there=behind)
     n2 = normed("mlp_norm", x_mid, there=before)
-    if model.layer_type(index).routed:
+    if layer_type.routed:
         of_experts = mixture(model, weights, prefix, n2)
         mlp = of_experts.out_SE
         if routed is not None:
@@ -173,6 +170,8 @@ def _attention(
         scores = torch.cat([scores, sinks_NS1], -1)
     weight_of = scores.softmax(-1)[..., : len(n1_SE)]
     o = torch.einsum("nst,tnd->snd", weight_of, v).flatten(1)
+    if model.attention_gate:
+        o = o * _linear(weights, prefix + "attention_gate", n1_SE).sigmoid()
     return _linear(weights, prefix + "o", o)
 
 

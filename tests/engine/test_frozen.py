@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from sppo.config.adapter import TARGETS, AdapterConfig
 from sppo.cost.trainable import trainable_of
 from sppo.engine.pipeline import Pipeline
 from sppo.kernels import half_products
+from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.layer import Layer
 from sppo.model.projection import Projection
 from tests.engine.models import (
@@ -146,15 +148,15 @@ def test_layers_without_a_backward_hold_nothing_after_their_forward(policy):
 
 
 @contextmanager
-def without_adapters(function):
-    """A function of the layer computes with the weights alone."""
-    unchanged = getattr(Layer, function)
+def without_adapters(part, function):
+    """A function of the layer or of its mixer computes with the weights alone."""
+    unchanged = getattr(part, function)
 
     def forgetful(self, *arguments, **options):
         weights = {name: w for name, w in self.weights.items() if ".lora_" not in name}
         return unchanged(replace(self, weights=weights), *arguments, **options)
 
-    with patch.object(Layer, function, forgetful):
+    with patch.object(part, function, forgetful):
         yield
 
 
@@ -170,15 +172,16 @@ DEFECTS = {
     "scale forgotten": lambda: unscaled("inner"),
     "gradient of A not scaled": lambda: unscaled("backward"),
     **{
-        f"{function} without adapters": lambda function=function: without_adapters(function)
-        for function in (
-            "recompute_kv",
-            "recompute_output",
-            "recompute_missing_rows",
-            "_queries",
-            "_projected_keys",
-            "_out_and_middle",
-            "_mlp_backward",
+        f"{part.__name__}.{function} without adapters": partial(without_adapters, part, function)
+        for part, function in (
+            (AttentionMixer, "recompute_kv"),
+            (AttentionMixer, "recompute_missing_rows"),
+            (AttentionMixer, "output"),
+            (AttentionMixer, "_queries"),
+            (AttentionMixer, "_projected_keys"),
+            (Layer, "recompute_output"),
+            (Layer, "recompute_missing_rows"),
+            (Layer, "_mlp_backward"),
         )
     },
 }

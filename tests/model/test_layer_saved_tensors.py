@@ -9,6 +9,7 @@ from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
+from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.gradients import GradientSum, zero_gradients
 from sppo.model.layer import Layer
 from sppo.model.rope import RotaryTables
@@ -56,7 +57,8 @@ class Run:
         rotary = RotaryTables(self.model, positions, dtype=torch.float64).of_layer(0)
         self.x, self.dy = torch.randn(2, TOKENS, self.model.hidden_size, dtype=torch.float64)
         self.attention = WholeSequence()
-        self.layer = Layer(self.model, self.weights, rotary, self.attention)
+        mixer = AttentionMixer(self.model, self.weights, rotary, self.attention)
+        self.layer = Layer(self.model, self.weights, mixer)
 
     def forward(self, keep):
         with torch.no_grad():

@@ -21,7 +21,7 @@ from sppo.engine.attention import kv_store, partial_kv, prefix_attention
 from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.kernels import elementwise
-from sppo.model import layer, rope
+from sppo.model import attention_mixer, rope
 from sppo.model.experts import ExpertMlp
 from sppo.model.gradients import DeferredGradients
 from sppo.model.layer import Layer
@@ -284,12 +284,12 @@ def window_off_by_one() -> Iterator[None]:
 @contextmanager
 def sink_gradient_missing() -> Iterator[None]:
     """Sinks take part in attention and get no gradient from it."""
-    gradient = layer.sink_gradient
+    gradient = attention_mixer.sink_gradient
 
     def nothing(*arguments: Any) -> torch.Tensor:
         return torch.zeros_like(gradient(*arguments))
 
-    with patch.object(layer, "sink_gradient", nothing):
+    with patch.object(attention_mixer, "sink_gradient", nothing):
         yield
 
 
@@ -367,7 +367,8 @@ def recomputed_without_adapters() -> Iterator[None]:
     def of_base(name: str) -> Callable[..., Any]:
         def recompute(self: Layer, saved: Any) -> Any:
             base = {name: tensor for name, tensor in self.weights.items() if not is_factor(name)}
-            return found[name](replace(self, weights=base), saved)
+            mixer = replace(self.mixer, weights=base)
+            return found[name](replace(self, weights=base, mixer=mixer), saved)
 
         return recompute
 

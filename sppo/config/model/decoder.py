@@ -261,6 +261,12 @@ class ModelConfig(Section):
         return self.windows != {None}
 
     @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention, which have keys and values."""
+        types = map(self.layer_type, range(self.num_layers))
+        return sum(not own.linear for own in types)
+
+    @property
     def rotary_size(self) -> int:
         """Number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)
@@ -268,6 +274,10 @@ class ModelConfig(Section):
     def experts_of(self, layer_type: LayerType) -> Experts | None:
         """Return the experts of layers of a type; None if they have an MLP."""
         return self.experts if layer_type.routed else None
+
+    def linear_attention_of(self, layer_type: LayerType) -> LinearAttention | None:
+        """Return the linear attention of layers of a type; None if they have attention."""
+        return self.linear_attention if layer_type.linear else None
 
     def layer_type(self, layer: int) -> LayerType:
         """Return the type of `layer`; those of equal layers are equal."""

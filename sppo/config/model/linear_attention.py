@@ -50,6 +50,25 @@ class LinearAttention(Section):
         """M: number of channels of the convolution: queries, keys and values."""
         return 2 * self.keys_width + self.values_width
 
+    def of_rank(self, num_ranks: int) -> LinearAttention:
+        """Return the heads of one of the ranks that divide the value heads among them.
+
+        Several ranks have the same key head where there are fewer than ranks.
+        """
+        key_heads, value_heads = (
+            max(1, heads // num_ranks) for heads in (self.key_heads, self.value_heads)
+        )
+        return self.model_copy(update={"key_heads": key_heads, "value_heads": value_heads})
+
+    @property
+    def saved_widths(self) -> dict[str, int]:
+        """Widths of the projections of a token that a layer saves, by name."""
+        return {
+            "linear_qkv": self.conv_width,
+            "linear_gate": self.values_width,
+            "linear_ab": 2 * self.value_heads,
+        }
+
     @property
     def carried_tokens(self) -> int:
         """Number of tokens before a subsequence that its convolution reads."""

@@ -28,7 +28,7 @@ from sppo.activations.tensor_classes import (
 )
 from sppo.config.model import LayerType
 from sppo.cost.candidate import Candidate, of_ranks
-from sppo.cost.kv import kv_tier_bytes, largest_kv_block
+from sppo.cost.kv import kv_layers, kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.messages import sent_bytes
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.state_memory import collective_bytes, of_each_rank
@@ -71,13 +71,13 @@ def copy_slots(candidate: Candidate) -> tuple[Callable[[ActivationPlacement], fl
     """Return a function for each rank: the most bytes that copies of its stages' tensors need."""
     ranks = candidate.pipeline_parallel_degree
     layouts = [block_layout(candidate, stage=stage) for stage in range(candidate.num_stages)]
-    made: dict[tuple[int, frozenset[bool]], Callable[[ActivationPlacement], float]] = {}
+    made: dict[object, Callable[[ActivationPlacement], float]] = {}
     slots = []
     for rank in range(ranks):
         own = layouts[rank::ranks]
         largest = max(own, key=lambda layout: len(layout.layers))
         # One type of those whose layers save equal tensors.
-        types = {one.routed: one for layout in own for one in layout.row_bytes}
+        types = {(one.routed, one.linear): one for layout in own for one in layout.row_bytes}
         key = len(largest.layers), frozenset(types)
         if key not in made:
             made[key] = _copy_slots(candidate, largest, types.values())
@@ -104,7 +104,8 @@ def _copy_slots(
     ]
     row_bytes = np.array(classes).reshape(-1, len(CLASSES)) / workload.sequence_parallel_degree
     padding_bytes = shape.most_padding_bytes
-    least_bytes = count * largest_kv_block(candidate) * bool(shape.layers)
+    has_kv = any(not own.linear for own in types)
+    least_bytes = count * largest_kv_block(candidate) * has_kv
     joined_bytes = longest * row_bytes.max(initial=0)
     own_bytes = queries_bytes(shape, np.array(candidate.lengths)).max()
 
@@ -156,6 +157,7 @@ def with_placement(
         activations[:] = activations.max(axis=1, keepdims=True)
     at_peak = bytes_at_peak(
         candidate,
+        walk,
         activations=activations,
         computing=walk.running(computing_bytes(candidate, placement)),
         sent=walk.running(sent_bytes(candidate)),
@@ -166,7 +168,7 @@ def with_placement(
     slots, waiting, staging, blocks, joined = (
         candidate.by_rank(table).max(axis=0) for table in of_slots
     )
-    kv_block = largest_kv_block(candidate) * (of_ranks(candidate, candidate.backward_layers) > 0)
+    kv_block = largest_kv_block(candidate) * (of_ranks(candidate, kv_layers(candidate)) > 0)
     blocks = np.maximum(blocks, kv_block)
     leaving = waiting * (blocks + kv_block)
     buckets = {

@@ -55,9 +55,10 @@ def sent_bytes(candidate: Candidate) -> Table:
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
     """Return the bytes of tensors that a sequence-parallel group exchanges for units of `lengths`.
 
-    Ulysses holds q, k, v and o twice. Megatron holds tensors of all tokens where the working set
-    counts only the device's own, most in the backward of the MLP: both normed inputs, gathered
-    again, this rank's part of their gradient, and all ranks' parts for its own tokens.
+    Ulysses holds q, k, v and o twice, or the inputs and outputs of linear attention. Megatron holds
+    tensors of all tokens where the working set counts only the device's own, most in the backward
+    of the MLP: both normed inputs, gathered again, this rank's part of their gradient, and all
+    ranks' parts for its own tokens.
     """
     workload = candidate.workload
     model, degree = workload.model, workload.sequence_parallel_degree
@@ -67,6 +68,10 @@ def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
         gathered: Table = 4 * lengths * workload.hidden_row_bytes
         return gathered
     heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
+    if model.linear_attention is not None:
+        linear = model.linear_attention
+        inputs, outputs = linear.conv_width + 2 * linear.value_heads, linear.values_width
+        heads = max(heads, 2 * (inputs + outputs))
     exchanged: Table = (lengths // degree) * workload.element_bytes * heads
     return exchanged
 

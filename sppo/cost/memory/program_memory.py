@@ -114,6 +114,7 @@ class _Program:
         sent = self._messages_held() if has_messages else self._messages_as_if_whole()
         found = bytes_at_peak(
             replace(candidate, sequences=1) if self._schedule.msp_groups else candidate,
+            walk,
             activations=activations + during(formed - losses * walk.is_backward),
             computing=self._working_bytes - formed,
             sent=sent * (walk.is_forward | walk.is_backward),

@@ -27,7 +27,8 @@ class MemoryBuckets:
     """Both moments of AdamW, and fp32 masters if the compute dtype is not fp32. If they live on a
     disk, slots through which buckets pass instead; if in host memory, 0."""
     kv_bytes: int
-    """K and V of all sequences in flight, in the layers whose K and V are on the device at once."""
+    """K and V of all sequences in flight, in the layers whose K and V are on the device at once;
+    states of linear attention, and their gradients."""
     kv_gradients_bytes: int
     """fp32 gradients of K and V of the sequence and stage in backward."""
     activations_bytes: int

@@ -43,7 +43,8 @@ def state_memory(candidate: Candidate) -> tuple[StageMemory, ...]:
     """Return the memory of each rank without saved activations and working sets; cached."""
     ranks, tiers = candidate.pipeline_parallel_degree, candidate.state
     element, device = candidate.workload.element_bytes, candidate.workload.hardware.device
-    at_peak = bytes_at_peak(candidate, sent=walk_of(candidate).running(sent_bytes(candidate)))
+    walk = walk_of(candidate)
+    at_peak = bytes_at_peak(candidate, walk, sent=walk.running(sent_bytes(candidate)))
     weights, gradients = _held_elements(candidate)
     stepped, summed = (
         of_ranks(candidate, kept_parameters(candidate, shards_from=zero, trained=True))

@@ -28,6 +28,9 @@ from sppo.cost.workload import Workload
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
+_INPUTS = ("q", "k", "linear_qkv", "linear_gate", "linear_ab")
+"""Saved tensors that attention reads."""
+
 
 def computing_bytes(
     candidate: Candidate, placement: ActivationPlacement, *, beside_messages: bool = False
@@ -144,7 +147,7 @@ def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
     """
     workload, kinds = candidate.workload, candidate.kinds_of_layers[stage]
     every = kinds_of_model(workload.model, workload.trainable)
-    alike = len({(own.type.routed, own.window) for own in every}) == 1
+    alike = len({(own.type.routed, own.type.linear, own.window) for own in every}) == 1
     if workload.trainable.is_everything and alike:
         return (None,)
     return [kind for kind in kinds if kind.has_backward] or [*kinds]
@@ -222,7 +225,12 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
 
 
 def queries_bytes(shape: BlockLayout, tokens: Counts) -> Counts:
-    """Return the bytes of saved queries, and of saved keys if any, of one layer, [N]."""
-    sizes = next(iter(shape.row_bytes.values()), {})  # equal in layers of all types
-    found = [shape.sharded_bytes(sizes.get(name, 0), tokens) for name in ("q", "k")]
-    return sum(found, start=np.zeros_like(tokens))
+    """Return the bytes of the saved inputs of attention of one layer, [N].
+
+    They are queries, and keys if any, or those of linear attention, whichever are larger.
+    """
+    found = [np.zeros_like(tokens)]
+    for sizes in shape.row_bytes.values():
+        own = [shape.sharded_bytes(sizes.get(name, 0), tokens) for name in _INPUTS]
+        found.append(sum(own, start=np.zeros_like(tokens)))
+    return np.max(found, axis=0)

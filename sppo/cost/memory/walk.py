@@ -2,7 +2,8 @@
 
 A rank holds saved tensors of a unit from its forward to the end of its backward, and K and V of a
 sequence from the first forward on the stage to the last backward there. Layers without a backward
-save nothing, and need K and V of a sequence up to its last forward. Which actions begin and end
+save nothing, and need K and V of a sequence up to its last forward. States of linear attention are
+held as saved tensors are, since their gradients take their place. Which actions begin and end
 what follows from the order of a rank's compute alone, so peaks are exact without simulation.
 """
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_of_sequences
+from sppo.cost.linear_attention.states import states_of_units
 from sppo.schedule.actions import Op
 from sppo.schedule.costs import Table
 from sppo.schedule.graph import Ints
@@ -204,7 +206,12 @@ def kv_held(candidate: Candidate) -> tuple[Table, Table]:
 
 
 def bytes_at_peak(
-    candidate: Candidate, *, sent: Table, activations: Table = _NOTHING, computing: Table = _NOTHING
+    candidate: Candidate,
+    walk: Walk,
+    *,
+    sent: Table,
+    activations: Table = _NOTHING,
+    computing: Table = _NOTHING,
 ) -> dict[str, Counts]:
     """Return the bytes of each rank by bucket when it holds most, [ranks] each.
 
@@ -213,11 +220,13 @@ def bytes_at_peak(
 
     Args:
         candidate: Candidate to price.
+        walk: Walk along its programs, which may cut units.
         sent: Bytes of the messages of each action, [ranks, actions].
         activations: Bytes of saved tensors while each action runs, [ranks, actions].
         computing: Bytes of the working set of each action, [ranks, actions].
     """
     keys, gradients = kv_held(candidate)
+    keys = keys + walk.held(states_of_units(candidate))
     held = keys + gradients + activations
     fullest = held.argmax(axis=1)[:, None]
     kv_bytes, gradient_bytes = (

@@ -13,8 +13,8 @@ from sppo.cost.flops import (
     linear_flops,
     pair_flops,
     recomputed_linear_flops,
+    repeated_flops,
 )
-from sppo.cost.layer_kinds import elements
 
 
 def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
@@ -37,8 +37,9 @@ def flops_of_parts(candidate: Candidate, placement: ActivationPlacement) -> tupl
         for kind, count in kinds.items():
             pairs = causal_pairs(*spans, window=kind.window).astype(np.float64)
             passes = 1 + kind.has_backward * (FLASH_BACKWARD_RATIO + again / lengths)
-            attention += count * pair_flops(model) * float(parts.by_subsequence(pairs) @ passes)
+            flops = pair_flops(model, kind) * float(parts.by_subsequence(pairs) @ passes)
+            attention += count * flops
             if kind.has_backward:
                 products += count * recomputed_linear_flops(model, kind) * float(linear.sum())
-                products += count * 2 * elements(kind.repeated) * float(lengths.sum())
+                products += count * repeated_flops(kind) * float(lengths.sum())
     return products, attention

@@ -38,7 +38,8 @@ from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 _Values = TypeVar("_Values", Table, Counts)
 _SHARED_INPUTS = {
-    **dict.fromkeys("qkv", "norm of x_in"),
+    **dict.fromkeys(("q", "k", "v", "attention_gate"), "norm of x_in"),
+    **{f"linear_{name}": "norm of x_in" for name in ("q", "k", "v", "gate", "decay", "beta")},
     **dict.fromkeys(("gate", "up", "shared_gate", "shared_up"), "norm of x_mid"),
     **dict.fromkeys(("router", "shared_switch"), "norm of x_mid"),
     **dict.fromkeys(("expert_gate", "expert_up"), "rows of experts"),

@@ -25,6 +25,7 @@ from sppo.cost.kv import (
     windowed_kv_seconds,
 )
 from sppo.cost.layer_kinds import LayerKind, elements
+from sppo.cost.linear_attention.states import states_of_units
 from sppo.cost.sharding.collectives import last_reduction_seconds, unit_collective_seconds
 from sppo.cost.stages.links import copy_engines, message_bytes, message_seconds, pipeline_links
 from sppo.cost.stages.saved_bytes import placed_bytes
@@ -46,13 +47,14 @@ def stage_costs(candidate: Candidate, placement: ActivationPlacement) -> Costs:
         of_units(placed_bytes(placement, name, candidate=candidate), candidate.sequences)
         for name in ("retained", "offloaded")
     )
+    states = of_units(states_of_units(candidate), candidate.sequences)
     copied = offloaded + plain.kv_offload_bytes
     disturbed_s = copied * candidate.workload.hardware.node.copy_compute_s_per_byte
     return replace(
         plain,
         forward_s=plain.forward_s + disturbed_s,
         backward_s=plain.backward_s + disturbed_s + _recompute_seconds(candidate, placement),
-        activation_bytes=retained + offloaded,
+        activation_bytes=retained + offloaded + states,
         offload_bytes=offloaded,
     )
 

@@ -25,7 +25,7 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 
 @dataclass(frozen=True, slots=True)
 class PrefixAttention:
-    """:class:`sppo.model.layer.SubsequenceAttention` of this rank's tokens.
+    """:class:`sppo.model.attention_mixer.SubsequenceAttention` of this rank's tokens.
 
     Attributes:
         kv: Keys and values of the prefix and the unit.

@@ -10,6 +10,7 @@ from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes
 from sppo.cost.layer import exchange_seconds
+from sppo.cost.layer_kinds import LayerKind
 from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes
 from sppo.cost.memory.stage_memory import StageMemory, tier_buckets
 from sppo.cost.memory.state_memory import state_memory
@@ -29,12 +30,12 @@ def policy_inputs(candidate: Candidate) -> PolicyInputs:
     seconds, states = stage_seconds(candidate), state_memory(candidate)
     count = len(candidate.lengths)
     tokens = np.array(candidate.lengths, dtype=np.int64)
-    exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
     forward, backward = (
-        _following(candidate, passes[:, :count] - layers[:, None] * exchange)
-        for passes, layers in (
-            (seconds.forward, candidate.layer_counts),
-            (seconds.backward + seconds.weight, candidate.backward_layers),
+        _following(candidate, passes[:, :count] - exchange)
+        for passes, exchange in zip(
+            (seconds.forward, seconds.backward + seconds.weight),
+            _exchange_seconds(candidate),
+            strict=True,
         )
     )
     out, back = copy_bytes_per_s(candidate)
@@ -62,6 +63,22 @@ def policy_inputs(candidate: Candidate) -> PolicyInputs:
         slots=copy_slots(candidate),
         allow_partial=candidate.allow_partial,
         lasts=tuple(own.stop - 1 for own in candidate.distinct_sequences),
+    )
+
+
+def _exchange_seconds(candidate: Candidate) -> tuple[Table, Table]:
+    """Return the seconds of a forward's exchanges in all layers, and in those with a backward.
+
+    [stages, subsequences] each.
+    """
+    tokens = np.array(candidate.lengths, dtype=np.float64)
+
+    def of_kind(kind: LayerKind) -> Table:
+        return exchange_seconds(candidate.workload, kind.type, tokens=tokens)
+
+    return (
+        candidate.sums_over_layers(of_kind),
+        candidate.sums_over_layers(lambda kind: of_kind(kind) * kind.has_backward),
     )
 
 

@@ -1,0 +1,93 @@
+"""FLOPs, memory traffic and dependent steps of the gated delta rule of layers of linear attention.
+
+The rule runs in chunks of c tokens (:mod:`sppo.kernels.delta_rule`). Chunks are independent but for
+the scan that passes the state from one to the next, so a scan is as many steps that depend on each
+other as there are chunks, whatever the number of heads.
+
+Gradients take twice the FLOPs of the forward. Before them, backward repeats the forward, for the
+norm of its outputs, and twice all of it but the outputs: for the states before tiles of tokens, and
+within the tiles (:mod:`sppo.model.recurrence`).
+
+Legend: c tokens of a chunk, K and V sizes of a key and of a value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sppo.config.model import LinearAttention
+from sppo.cost.workload import ACCUMULATION_BYTES, Workload
+from sppo.hardware.rates import Floats
+from sppo.schedule.costs import Table
+
+CHUNK_TOKENS = 64
+"""Tokens of a chunk (c), as in :mod:`sppo.kernels.delta_rule`."""
+
+
+class RuleWork(NamedTuple):
+    """Work of the rule of one layer on one device, [subsequences]."""
+
+    flops: Floats
+    """FLOPs of products."""
+    moved_bytes: Floats
+    """Bytes of queries, keys, values, outputs or their gradients, and states between chunks, in
+    every run over the tokens."""
+    steps: Floats
+    """Steps that depend on each other."""
+
+
+def rule_flops(linear: LinearAttention) -> int:
+    """Return the FLOPs per token of the forward of the rule in one layer."""
+    keys, values = linear.key_size, linear.value_size
+    of_states = 6 * keys * values
+    return linear.value_heads * (of_states + CHUNK_TOKENS * (6 * keys + 4 * values))
+
+
+def repeated_rule_flops(linear: LinearAttention) -> int:
+    """Return the FLOPs per token that the backward of the rule in one layer repeats."""
+    keys, values = linear.key_size, linear.value_size
+    without_outputs = 4 * keys * values + CHUNK_TOKENS * (6 * keys + 2 * values)
+    return rule_flops(linear) + 2 * linear.value_heads * without_outputs
+
+
+def rule_work(
+    workload: Workload, linear: LinearAttention, *, tokens: Floats
+) -> tuple[RuleWork, RuleWork]:
+    """Return the work of the forward and of the backward of the rule in one layer.
+
+    Args:
+        workload: Model, machine, precision and sequence parallelism. Each device of a group has
+            some heads of all tokens.
+        linear: Linear attention of the layer.
+        tokens: Tokens of each subsequence, [subsequences].
+    """
+    here = tokens / workload.sequence_parallel_degree
+    chunks = np.ceil(tokens / CHUNK_TOKENS)
+    matrix = linear.value_heads * linear.key_size * linear.value_size
+    of_states = 2 * matrix * chunks * ACCUMULATION_BYTES / workload.sequence_parallel_degree
+    operands = here * (linear.conv_width + linear.values_width) * workload.element_bytes
+    of_forward, repeated = rule_flops(linear) * here, repeated_rule_flops(linear) * here
+    return (
+        RuleWork(of_forward, operands + of_states, chunks),
+        RuleWork(2 * of_forward + repeated, 5 * (operands + of_states), 4 * chunks),
+    )
+
+
+def rule_seconds(
+    workload: Workload, linear: LinearAttention | None, *, tokens: Floats
+) -> tuple[Table, Table]:
+    """Return the seconds of the forward and of the backward of the rule, [subsequences] each.
+
+    They are 0 without linear attention.
+    """
+    if linear is None:
+        return np.zeros_like(tokens), np.zeros_like(tokens)
+    device, width = workload.hardware.device, float(linear.key_size)
+    rate = device.gemm_flops_per_s(workload.dtype, tokens=tokens, width=width, product="forward")
+    forward, backward = (
+        np.maximum(work.flops / rate, work.moved_bytes / device.memory_bytes_per_s)
+        for work in rule_work(workload, linear, tokens=tokens)
+    )
+    return forward, backward

@@ -1,0 +1,180 @@
+"""Linear attention as the token mixer of a layer, forward and backward (Gated DeltaNet).
+
+Convolution and rule (:mod:`sppo.model.recurrence`) are an argument, so the mixer does not depend on
+where states are kept, other subsequences or other ranks. Each head of their output o is normed, by
+a weight that is never an offset from one, and multiplied by silu of a projection of the token::
+
+    out = linear_o(norm(o) * silu(linear_gate(n1)))
+
+o is not saved: the backward of the rule begins with its forward anyway.
+
+Legend: C tokens, E hidden, M channels of the convolution, H value heads, D size of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.kernels import elementwise
+from sppo.model.gradients import GradientSink
+from sppo.model.mixer import Inputs, Save, Saved
+from sppo.model.projection import Projection, ProjectionBackward, backward_of_all
+
+_QKV, _GATE, _AB = "linear_qkv", "linear_gate", "linear_ab"
+_PROJECTIONS = {
+    _QKV: ("linear_q", "linear_k", "linear_v"),
+    _GATE: ("linear_gate",),
+    _AB: ("linear_decay", "linear_beta"),
+}
+"""Projections that lie beside each other in each saved tensor."""
+_NORM = "linear_norm.weight"
+
+
+class SubsequenceRecurrence(Protocol):
+    """Convolution and gated delta rule of one subsequence in one layer, from the state before it.
+
+    The methods read the weights ``conv_*`` and ``decay.*`` of the layer.
+    """
+
+    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the output ``[C, H, D]``, and keep the state behind the subsequence."""
+        ...
+
+    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of :meth:`forward` again, and keep nothing."""
+        ...
+
+    def backward(
+        self,
+        do_CHD: Tensor,
+        qkv_CM: Tensor,
+        ab_C2H: Tensor,
+        weights: Mapping[str, Tensor],
+        gradients: GradientSink,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of ``qkv_CM`` and ``ab_C2H``, in new memory.
+
+        Includes what later subsequences have from the state, and hands the gradient of the state
+        before the subsequence on to the earlier one. The gradients of weights that train go to
+        ``gradients``.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinearMixer:
+    """:class:`sppo.model.mixer.Mixer` with linear attention.
+
+    Attributes:
+        model: Shape of the model.
+        weights: Weights of the layer, by name within it.
+        recurrence: Convolution and rule of the tokens.
+    """
+
+    model: ModelConfig
+    weights: Mapping[str, Tensor]
+    recurrence: SubsequenceRecurrence
+
+    def forward(self, n1_CE: Tensor, save: Save) -> Tensor:
+        """Return the output ``[C, E]``; keep the state behind the tokens."""
+        made = {name: self._project(name, n1_CE) for name in _PROJECTIONS}
+        del n1_CE
+        save(**made)
+        o_CHD = self.recurrence.forward(made.pop(_QKV), made.pop(_AB), self.weights)
+        return self._projected(o_CHD, made.pop(_GATE))
+
+    def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
+        """Recompute the last rows of the projections that ``saved`` has in part."""
+        for name in cut.keys() & _PROJECTIONS.keys():
+            saved[name] = torch.cat([saved[name], self._project(name, inputs(cut[name]))])
+
+    def output(self, saved: Saved, inputs: Inputs, *, first: int = 0) -> Tensor:
+        """Return the output of the tokens from number ``first`` on; adds o to ``saved``."""
+        self._complete(saved, inputs)
+        return self._projected(saved["o"][first:], saved[_GATE][first:])
+
+    def begin_backward(self, n1_CE: Tensor, saved: Saved) -> None:
+        """Recompute nothing: the MLP's backward comes first."""
+
+    def backward(
+        self, dy_CE: Tensor, n1_CE: Tensor, saved: Saved, gradients: GradientSink
+    ) -> Tensor:
+        """Return the gradient of ``n1_CE``; see :meth:`sppo.model.mixer.Mixer.backward`."""
+        self._complete(saved, lambda first: n1_CE[first:])
+        back = self._projection("linear_o").backward(dy_CE)
+        del dy_CE
+        do_CHD, dgate = self._norm_and_gate_backward(
+            back, saved.pop("o"), saved.pop(_GATE), gradients
+        )
+        del back
+        dqkv, dab = self.recurrence.backward(
+            do_CHD, saved.pop(_QKV), saved.pop(_AB), self.weights, gradients
+        )
+        del do_CHD
+        backs = []
+        for name, dy in {_QKV: dqkv, _GATE: dgate, _AB: dab}.items():
+            parts = self._parts(name)
+            columns = dy.split([len(part.weight_OI) for part in parts], dim=1)
+            backs += [part.backward(d) for part, d in zip(parts, columns, strict=True)]
+        return backward_of_all(backs, n1_CE, gradients)
+
+    def recompute_kv(self, n1_CE: Tensor) -> None:
+        """Keep nothing: later subsequences read the state alone, which is never recomputed."""
+
+    def _complete(self, saved: Saved, inputs: Inputs) -> None:
+        """Add the projections and o to ``saved`` where they are missing."""
+        for name in _PROJECTIONS.keys() - saved.keys():
+            saved[name] = self._project(name, inputs(0))
+        if "o" not in saved:
+            saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB], self.weights)
+
+    def _project(self, name: str, n1_CE: Tensor) -> Tensor:
+        """Return the tokens' projections of a saved tensor, beside each other."""
+        parts = self._parts(name)
+        widths = [len(part.weight_OI) for part in parts]
+        made = n1_CE.new_empty(len(n1_CE), sum(widths))
+        for part, columns in zip(parts, made.split(widths, dim=1), strict=True):
+            columns.copy_(part.forward(n1_CE))
+        return made
+
+    def _projected(self, o_CHD: Tensor, gate: Tensor) -> Tensor:
+        """Return the projection of o behind its norm and its gate, ``[C, E]``."""
+        hidden = elementwise.activation(gate, self._normed(o_CHD).flatten(1), kind="swiglu")
+        del o_CHD
+        return self._projection("linear_o").forward(hidden)
+
+    def _norm_and_gate_backward(
+        self, back: ProjectionBackward, o_CHD: Tensor, gate: Tensor, gradients: GradientSink
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of o and, in its place, of the gate."""
+        inner = elementwise.activation_backward_(
+            back.input_gradient(), gate, self._normed(o_CHD).flatten(1), kind="swiglu"
+        )
+        back.parameter_gradients(inner.hidden_CF, gradients)
+        trains = gradients.trains(_NORM)
+        do_CHD, dweight, _ = elementwise.norm_backward(
+            inner.dup_CF.view_as(o_CHD),
+            o_CHD,
+            self.weights[_NORM],
+            eps=self.model.norm_eps,
+            with_parameters=trains,
+        )
+        if dweight is not None:
+            gradients.add(_NORM, dweight)
+        return do_CHD, gate
+
+    def _normed(self, o_CHD: Tensor) -> Tensor:
+        return elementwise.norm(o_CHD, self.weights[_NORM], eps=self.model.norm_eps)
+
+    def _parts(self, name: str) -> list[Projection]:
+        """Return the projections of a saved tensor."""
+        return [self._projection(part) for part in _PROJECTIONS[name]]
+
+    def _projection(self, name: str) -> Projection:
+        return Projection(name, self.weights, scale=1.0)
