@@ -16,8 +16,9 @@ from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.export_extras import chosen_extras, new_end, provenance_readme, run_extras
 from sppo.cli.printing import Screen, Unbroken, emit
+from sppo.config.huggingface.families import FAMILIES
 from sppo.config.huggingface.model_config import (
-    hf_config,
+    hf_family,
     ignored_settings,
     model_fields,
     read_config,
@@ -271,8 +272,9 @@ def _write(
         extra_files=extras.files,
         readme=readme,
     )
-    family = hf_config(model, dtype=dtype)["model_type"]
-    return _written(destination, family, dtype, saved, extras.files)
+    family = hf_family(model)
+    values = _written(destination, family, dtype, saved, extras.files)
+    return values | {"no_layers": list(FAMILIES[family].no_layers)}
 
 
 def _written(
@@ -340,6 +342,8 @@ def _screen(values: dict[str, Any]) -> Screen:
     for reason in dict.fromkeys(missing.values()):
         names = ", ".join(name for name, own in missing.items() if own == reason)
         yield Unbroken(f"missing: {names} ({reason})")
+    for key in values.get("no_layers", ()):
+        yield f"{key}: 0, no layers that predict further tokens"
     if values.get("skipped"):
         parts = (f"{counted(n, 'tensor')} of {part}" for part, n in values["skipped"].items())
         yield f"left out: {', '.join(parts)}"
