@@ -33,6 +33,7 @@ _DEFAULTS: Json = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_GATED = {"attn_output_gate": ((True,), "true, attention with a gate")}
 _FIXED = {"norm_offset": True, "qk_norm": "head", "attention_gate": True}
 _SWITCHED = {**_FIXED, "experts.shared_switch": True}
 
@@ -106,7 +107,7 @@ QWEN3_NEXT = HfFamily(
         {**_FUSED, **EXPERT_MODULES, **SWITCHED_MODULES},
         groups=dict.fromkeys(_FUSED, "linear_attention.key_heads"),
     ),
-    refused=REFUSED,
+    refused={**REFUSED, **_GATED},
     aliases={"num_local_experts": "num_experts"},
 )
 QWEN3_5 = HfFamily(
@@ -115,7 +116,7 @@ QWEN3_5 = HfFamily(
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     fixed=_FIXED,
     tensors=_tensors(_APART),
-    refused=DENSE_REFUSED,
+    refused={**DENSE_REFUSED, **_GATED},
     no_layers=("mtp_num_hidden_layers",),
     skipped=("vision_config",),
     nested_in="qwen3_5",
@@ -132,7 +133,7 @@ QWEN3_5_MOE = HfFamily(
     defaults={**_DEFAULTS, "num_experts_per_tok": 8},
     fixed={**_SWITCHED, "experts.normalize": True},
     tensors=_tensors({**_APART, **_STACKED, **SWITCHED_MODULES}, others=EXPERT_MODULES),
-    refused=REFUSED,
+    refused={**REFUSED, **_GATED},
     aliases={"num_local_experts": "num_experts"},
     no_layers=("mtp_num_hidden_layers",),
     skipped=("vision_config",),
