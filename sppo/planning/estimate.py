@@ -93,9 +93,7 @@ def model_counts(run: RunConfig) -> ModelCounts:
     element = ELEMENT_BYTES[run.train.dtype]
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
-    types = map(model.layer_type, range(model.num_layers))
-    kv_layers = sum(not own.linear for own in types)
-    kv_elements = 2 * model.kv_heads * model.head_dim * length * kv_layers
+    kv_elements = 2 * model.kv_heads * model.head_dim * length * model.num_attention_layers
     trained, total = parameter_counts(model, trainable_of_run(run))
     return ModelCounts(
         parameters=total,
