@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers_training import tiled_loss  # of scripts/, which experiments.harness adds
 
 from sppo.config import ModelConfig
-from sppo.cost.candidate import layers_of_stages
+from sppo.cost.stage_layers import layers_of_stages
 from sppo.model.initialize import initial_weights
 from sppo.model.rope import rotary_table
 
@@ -98,7 +98,7 @@ class _Stage(nn.Module):
     def __init__(self, model: ModelConfig, *, rank: int, num_stages: int) -> None:
         super().__init__()
         self._model = model
-        layers = layers_of_stages(model.num_layers, num_stages=num_stages)[rank]
+        layers = layers_of_stages(model, num_stages=num_stages)[rank]
         if rank == 0:
             self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleDict({str(index): _Layer(model) for index in layers})

@@ -272,8 +272,9 @@ def _overlay(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         same_type = ours.get("type", theirs["type"]) == theirs["type"]
         fields["rope_scaling"] = {**theirs, **ours} if same_type else ours
-    if isinstance(given.get("experts"), dict):
-        fields["experts"] = {**(base.get("experts") or {}), **given["experts"]}
+    for section in ("experts", "linear_attention"):
+        if isinstance(given.get(section), dict):
+            fields[section] = {**(base.get(section) or {}), **given[section]}
     return fields
 
 

@@ -21,6 +21,24 @@ def _experts_are_whole(run: RunConfig) -> Broken:
         )
 
 
+def _linear_attention_is_served(run: RunConfig) -> Broken:
+    """Linear attention has whole weights on every device, and runs from every layer's input."""
+    if run.model.linear_attention is None:
+        return
+    if run.parallel.sequence_parallel == "megatron":
+        yield (
+            "parallel.sequence_parallel",
+            "shards the weights of layers, but not those of model.linear_attention; write ulysses, "
+            "which shards tokens",
+        )
+    if run.activations.input_every > 1:
+        yield (
+            "activations.input_every",
+            "runs a layer again for the input of the next, and layers with model.linear_attention "
+            "would need states of their own for that; write 1",
+        )
+
+
 def _routing_suits_model(run: RunConfig) -> Broken:
     """Keys of ``routing`` need experts, and ``routing.bias_update`` a bias to update."""
     experts = run.model.experts
@@ -48,12 +66,19 @@ def _adapter_suits_model(run: RunConfig) -> Broken:
         rule = f"model.mlp={run.model.mlp} has no gate projection; write targets without gate"
         yield "adapter.targets", rule
     experts, of_mlp = run.model.experts, {"gate", "up", "down"}.intersection(targets or ())
-    adapted = range(run.model.num_layers) if layers is None else layers
-    all_routed = all(run.model.layer_type(layer).routed for layer in adapted)
+    numbers = range(run.model.num_layers) if layers is None else layers
+    adapted = [run.model.layer_type(layer) for layer in numbers]
+    all_routed = all(own.routed for own in adapted)
     if of_mlp and experts and not experts.shared_mlp_size and all_routed:
         rule = (
             "gate, up and down are those of an MLP that all tokens pass through, and no layer with "
             "an adapter has one; experts have no adapters, write targets of q, k, v, o"
+        )
+        yield "adapter.targets", rule
+    if {"q", "k", "v", "o"}.intersection(targets or ()) and all(own.linear for own in adapted):
+        rule = (
+            "q, k, v and o are those of attention, and all layers with an adapter have linear "
+            "attention instead; write targets of gate, up, down, or other adapter.layers"
         )
         yield "adapter.targets", rule
 
@@ -92,6 +117,7 @@ def _positions_reach(run: RunConfig) -> Broken:
 
 MODEL_RULES = (
     _experts_are_whole,
+    _linear_attention_is_served,
     _routing_suits_model,
     _adapter_suits_model,
     _trained_are_named_once,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from sppo.cost.packed_sequence import (
     parts_of_packed,
     parts_of_sequence,
 )
+from sppo.cost.stage_layers import layers_of_stages
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.cost.trainable import Trainable, layers_with_backward, layers_without_backward
 from sppo.cost.workload import Workload
@@ -165,7 +166,7 @@ class Candidate:
     @property
     def stages(self) -> tuple[range, ...]:
         """Layers of each stage; stage s is on rank s mod `pipeline_parallel_degree`."""
-        return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
+        return _stages(self.workload, self.num_stages)
 
     @property
     def kinds_of_layers(self) -> tuple[Counter[LayerKind], ...]:
@@ -277,6 +278,12 @@ class Candidate:
         return stage == self.num_stages - 1
 
 
+@lru_cache(maxsize=1024)
+def _stages(workload: Workload, num_stages: int) -> tuple[range, ...]:
+    """Return the layers of each stage; cached by the workload, whose hash is at hand."""
+    return layers_of_stages(workload.model, num_stages=num_stages)
+
+
 def of_ranks(candidate: Candidate, of_stages: Table | Counts) -> Table:
     """Return the sum of values over the stages of each pipeline rank, [ranks, ...].
 
@@ -300,24 +307,3 @@ def stages_without_backward(
     """
     layers = layers_without_backward(model, trainable)
     return sum(stage.stop <= layers for stage in stages)
-
-
-@cache
-def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
-    """Return the layers of each stage, as equal in number as possible, longer stages first.
-
-    The last stages get no extra layer, since the last stage also has the vocabulary projection.
-
-    Raises:
-        ValueError: Fewer layers than stages.
-    """
-    if num_layers < num_stages:
-        raise ValueError(
-            f"{num_layers} layers on {num_stages} stages: every stage needs a layer; use at most "
-            f"{num_layers} stages"
-        )
-    size, longer = divmod(num_layers, num_stages)
-    ends = [0]
-    for stage in range(num_stages):
-        ends.append(ends[-1] + size + (stage < longer))
-    return tuple(range(begin, end) for begin, end in zip(ends, ends[1:], strict=False))

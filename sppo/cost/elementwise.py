@@ -100,7 +100,7 @@ def layer_work(
     mixer = (
         _attention_work(model, layer_type, element_bytes=element_bytes, trained=trained)
         if linear is None
-        else linear_attention_work(linear)
+        else linear_attention_work(linear, element_bytes=element_bytes)
     )
     # With norms of outputs, the output of the MLP is in the linear class.
     mlp_again = mlp["forward" if model.norms_outputs else "linear_recompute"]

@@ -157,12 +157,8 @@ def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def recomputed_linear_flops(model: ModelConfig, kind: LayerKind) -> int:
-    """Return the FLOPs per token and layer that recompute the linear class in backward.
-
-    They are those of :func:`recomputed_linear_names`, and of the rule, whose output x_mid needs.
-    """
-    again = 2 * kind.weights_per_token(kind.projections(*recomputed_linear_names(model)))
-    return again if kind.linear is None else again + rule_flops(kind.linear)
+    """Return the FLOPs per token and layer of the products of :func:`recomputed_linear_names`."""
+    return 2 * kind.weights_per_token(kind.projections(*recomputed_linear_names(model)))
 
 
 def repeated_flops(kind: LayerKind) -> int:

@@ -75,12 +75,13 @@ PASS_NAMES = ("forward", "backward", "weight", "linear_recompute", "attention_re
 """Passes over a layer: F, the input half of B without recomputation, the weight half of B, and the
 recomputation of the linear class and of attention."""
 PART_NAMES = (
-    *("products", "attention", "elementwise", "gradient_sums"),
+    *("products", "attention", "rule", "elementwise", "gradient_sums"),
     *("exchange", "launches"),
 )
-"""Parts of a pass: matrix products; attention kernels; norms, rotation, activation functions,
-residuals, casts and copies; reading and writing fp32 sums of weight gradients, unless products
-include this traffic; communication inside a sequence-parallel group; fixed costs of kernels."""
+"""Parts of a pass: matrix products; attention kernels; the rule of linear attention; norms,
+rotation, activation functions, residuals, casts and copies; reading and writing fp32 sums of weight
+gradients, unless products include this traffic; communication inside a sequence-parallel group;
+fixed costs of kernels."""
 
 Parts = Mapping[str, Table]
 """Seconds of a pass over each subsequence, [subsequences], by part."""
@@ -129,7 +130,8 @@ def layer_parts(
     passes: dict[str, dict[str, Table]] = {
         "forward": {
             "products": _products(workload, matrices, tokens=here, product="forward"),
-            "attention": attention + rule,
+            "attention": attention,
+            "rule": rule,
             "elementwise": elementwise["forward"] + sum(saving.values()),
             "exchange": exchange,
             "launches": forward_kernels * device.kernel_s,
@@ -137,7 +139,8 @@ def layer_parts(
         "backward": {
             "products": _products(workload, matrices, tokens=here, product="input")
             + _products(workload, kind.repeated, tokens=here, product="forward"),
-            "attention": attention_backward + rule_backward,
+            "attention": attention_backward,
+            "rule": rule_backward,
             "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],
             "launches": backward_kernels * device.kernel_s,
@@ -148,7 +151,6 @@ def layer_parts(
         },
         "linear_recompute": {
             "products": _products(workload, recomputed, tokens=here, product="forward"),
-            "attention": rule,
             "elementwise": elementwise["linear_recompute"] - saving[LINEAR],
             "exchange": exchange * times["linear_recompute"],
         },
@@ -277,13 +279,14 @@ def exchanged_widths(workload: Workload, layer_type: LayerType) -> tuple[int, in
 def _exchanges(workload: Workload, layer_type: LayerType) -> Mapping[str, float]:
     """Return the communication of other passes, as multiples of that of a forward.
 
-    Linear attention exchanges its inputs again in backward, beside their gradients.
+    Backward of linear attention exchanges its inputs again for its outputs, and again for their own
+    gradients.
     """
     if not layer_type.linear:
         return _EXCHANGES[workload.sequence_parallel]
     inputs, outputs = exchanged_widths(workload, layer_type)
-    backward = (2 * inputs + outputs) / (inputs + outputs)
-    return {"backward": backward, "linear_recompute": 1.0, "attention_recompute": 0.0}
+    backward = (3 * inputs + 2 * outputs) / (inputs + outputs)
+    return {"backward": backward, "linear_recompute": 0.0, "attention_recompute": 0.0}
 
 
 def attention_seconds(

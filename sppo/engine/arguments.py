@@ -65,7 +65,7 @@ def check_engine(
     if not isinstance(weights, Mapping) or is_sharded:
         return
     shapes: dict[str, Shape] = {}
-    for layers in pipeline.layers(model.num_layers).values():
+    for layers in pipeline.layers(model).values():
         shapes |= trainable.stage_shapes(model, layers)
     first = _check_tensors("weights", weights, shapes, advice=weights_advice)
     if first.dtype not in _FLOAT_TYPES:

@@ -174,7 +174,7 @@ class Engine:
             streams_weights=weights.streamed is not None,
             streams_gradients=gradients is not None and gradients.streamed is not None,
             forward_only_stages=stages_without_backward(
-                model, trainable, stages=pipeline.all_layers(model.num_layers)
+                model, trainable, stages=pipeline.all_layers(model)
             ),
         )
         self._is_closed = False
@@ -211,13 +211,13 @@ class Engine:
                 input_every=pipeline.input_every,
                 recomputes_windows=pipeline.recomputes_windows,
             )
-            for index, layers in pipeline.layers(model.num_layers).items()
+            for index, layers in pipeline.layers(model).items()
         }
         self._shard_stages: dict[int, Stage] = {}
         if pipeline.msp_links is None:
             return
         assert model is self._model, "with Megatron no unit is cut: checked before training"
-        for index, layers in enumerate(pipeline.all_layers(model.num_layers)):
+        for index, layers in enumerate(pipeline.all_layers(model)):
             self._shard_stages[index] = stage(layers=layers, providers=ShardProviders(self._whole))
 
     @torch.no_grad()

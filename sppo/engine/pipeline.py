@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from sppo.activations.subsequence_placement import PlacementOf
-from sppo.cost.candidate import layers_of_stages
+from sppo.config.model import ModelConfig
+from sppo.cost.stage_layers import layers_of_stages
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
@@ -66,14 +67,14 @@ class Pipeline:
         """Index of this rank among the ranks over which the tokens of every unit are sharded."""
         return 0 if self.exchange is None else self.exchange.rank
 
-    def layers(self, num_layers: int) -> dict[int, range]:
+    def layers(self, model: ModelConfig) -> dict[int, range]:
         """Return the layers of each stage of this rank, by stage."""
-        of_stages = self.all_layers(num_layers)
+        of_stages = self.all_layers(model)
         return {stage: of_stages[stage] for stage in self.placement.stages_of(self.rank)}
 
-    def all_layers(self, num_layers: int) -> tuple[range, ...]:
+    def all_layers(self, model: ModelConfig) -> tuple[range, ...]:
         """Return the layers of every stage of the pipeline."""
-        return layers_of_stages(num_layers, num_stages=self.placement.num_stages)
+        return layers_of_stages(model, num_stages=self.placement.num_stages)
 
 
 ALONE = Pipeline()

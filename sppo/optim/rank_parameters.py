@@ -31,8 +31,7 @@ class RankParameters:
             rank, degree = 0, 1
         self.sharding = WeightSharding(model, rank, degree, trainable)
         by_stage = {
-            stage: self.sharding.shapes(layers)
-            for stage, layers in pipeline.layers(model.num_layers).items()
+            stage: self.sharding.shapes(layers) for stage, layers in pipeline.layers(model).items()
         }
         self.shapes = {name: shape for own in by_stage.values() for name, shape in own.items()}
         """Shapes of the parameters (with Megatron, of shards), by global name."""

@@ -13,7 +13,7 @@ from sppo.config.huggingface.model_config import (
     model_fields,
     read_config,
 )
-from tests.model.hf_models import FAMILIES
+from tests.model.hf_models import FAMILIES, MROPE
 from tests.tiers import examples
 
 EXPERTS = {
@@ -26,6 +26,13 @@ EXPERTS = {
     "olmoe": {"num_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
     "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 12},
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe_text"),
+        {
+            **{"num_experts": 8, "moe_intermediate_size": 12},
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
 }
 """Keys that families with experts must have."""
 
@@ -44,6 +51,9 @@ PUBLISHED = {
     "qwen3": "qwen3",
     "qwen3-30b": "qwen3_moe",
     "qwen3-235b": "qwen3_moe",
+    "qwen3-next": "qwen3_next",
+    "qwen3.5": "qwen3_5_text",
+    "qwen3.5-35b": "qwen3_5_moe_text",
     "mistral": "mistral",
     "ministral": "ministral",
     "mixtral": "mixtral",
@@ -363,6 +373,8 @@ OLDER_KEYS = [
     ("smollm3", {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 9}),
     ("qwen2_moe", {"use_sliding_window": True}),
     ("qwen3_moe", {"use_sliding_window": True, "mlp_only_layers": [0]}),
+    ("qwen3_next", {"full_attention_interval": 2, "mlp_only_layers": [0], "rope_theta": 1e7}),
+    ("qwen3_5_text", {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}}),
 ]
 
 

@@ -50,6 +50,13 @@ def test_published_models_have_as_many_parameters_as_published(preset, billions)
         ("gemma-3-12b", 11.771),
         ("gemma-3-27b", 27.016),
         ("glm-4.5-air", 106.4),
+        # Sums of the published files, without the layer that predicts one more token and without
+        # the vision encoder.
+        ("qwen3-next-80b-a3b", 79.67),
+        ("qwen3.5-4b", 4.206),
+        ("qwen3.5-9b", 8.954),
+        ("qwen3.5-27b", 26.90),
+        ("qwen3.5-35b-a3b", 34.66),
     ],
 )
 def test_reported_models_have_about_as_many_parameters_as_reported(preset, billions):
@@ -120,6 +127,13 @@ def test_experts_are_overridden_key_by_key():
     experts = model(preset="qwen3-30b-a3b", experts={"count": 16}).experts
     assert (experts.count, experts.per_token, experts.normalize) == (16, 8, True)
     assert model(preset="qwen3-30b-a3b", experts=None).experts is None
+
+
+def test_linear_attention_is_overridden_key_by_key():
+    linear = model(preset="qwen3.5-9b", linear_attention={"value_heads": 16}).linear_attention
+    assert (linear.key_heads, linear.value_heads, linear.conv_width) == (16, 16, 3 * 2048)
+    plain = model(preset="qwen3.5-9b", linear_attention=None, layer_types=None)
+    assert not any(plain.layer_type(layer).linear for layer in range(plain.num_layers))
 
 
 def test_overriding_leaves_the_preset_as_it_was():

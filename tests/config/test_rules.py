@@ -235,6 +235,40 @@ def test_what_experts_refuse(sections, told):
     assert [problem for problem in problems(**sections) if problem.startswith(told)]
 
 
+HYBRID = {
+    "layer_types": ["linear", "full"],
+    "linear_attention": {"key_heads": 2, "value_heads": 4, "key_size": 8, "value_size": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (
+            {"parallel": {"sequence_parallel": "megatron"}},
+            "parallel.sequence_parallel megatron shards the weights of layers, but not those of "
+            "model.linear_attention; write ulysses",
+        ),
+        (
+            {"activations": {"input_every": 2}},
+            "activations.input_every 2 runs a layer again for the input of the next, and layers "
+            "with model.linear_attention",
+        ),
+        (
+            {"adapter": {"rank": 2, "targets": "q,up", "layers": [0]}},
+            "adapter.targets ['q', 'up'] q, k, v and o are those of attention, and all layers",
+        ),
+        ({"adapter": {"rank": 2, "targets": "q", "layers": "0-1"}}, None),
+        ({"adapter": {"rank": 2, "layers": [0]}}, None),
+        ({"parallel": {"sequence_parallel": "ulysses", "virtual_stages": 2}}, None),
+    ],
+)
+def test_what_linear_attention_refuses(sections, told):
+    found = problems(**{"model": HYBRID, **sections})
+    assert len(found) == (told is not None)
+    assert told is None or found[0].startswith(told)
+
+
 def test_broken_rules_of_several_sections_are_all_told():
     found = problems(
         sequence={"num_subsequences": 65},

@@ -2,12 +2,12 @@
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-TEMPLATES = Path(find_spec("trl").origin).parent / "chat_templates"
+TEMPLATES = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
 _SPECIAL = re.compile(
     r"<[|｜][^<>|｜ ]+[|｜]>|<(?:start|end)_of_\w+>|</?s>|\[/?[A-Z_]+\]|<bos>|<\|\w+>|<\w+\|>"
 )

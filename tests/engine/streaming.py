@@ -58,10 +58,7 @@ class _Late:
 def names_of_stages(model, pipeline):
     """Names of the parameters of each stage of a rank."""
     sharding = WeightSharding(model)
-    return {
-        stage: [*sharding.shapes(layers)]
-        for stage, layers in pipeline.layers(model.num_layers).items()
-    }
+    return {stage: [*sharding.shapes(layers)] for stage, layers in pipeline.layers(model).items()}
 
 
 class Streamed:

@@ -73,6 +73,14 @@ def test_sequences_whose_experts_are_balanced_are_not_shared():
     assert "routing.balance_loss needs the loads of all of it" in rule
 
 
+def test_sequences_with_states_are_not_shared():
+    asked = {"schedule": "sppo_msp", "pipeline_parallel_degree": 2}
+    run = run_config("qwen3.5-4b", length="32Ki", parallel=asked)
+    ((key, rule),) = degree_problems(run, degrees=Degrees.of_run(run))
+    assert key == "schedule"
+    assert "model.linear_attention needs the state behind one for the next" in rule
+
+
 @pytest.mark.parametrize("shards", [{"sequence_parallel": "megatron"}, {"zero": 3}])
 def test_on_one_pipeline_rank_the_schedule_shares_nothing(shards):
     run = run_config("llama-3.2-1b", length="32Ki", parallel={"schedule": "sppo_msp", **shards})

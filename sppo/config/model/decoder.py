@@ -36,6 +36,9 @@ Family = Literal[
     "olmoe",
     "gpt_oss",
     "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 ]
 Activation = Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
 
@@ -256,6 +259,12 @@ class ModelConfig(Section):
     def has_windows(self) -> bool:
         """True if some layers have a sliding window."""
         return self.windows != {None}
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention, which have keys and values."""
+        types = map(self.layer_type, range(self.num_layers))
+        return sum(not own.linear for own in types)
 
     @property
     def rotary_size(self) -> int:

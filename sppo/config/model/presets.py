@@ -83,6 +83,18 @@ _GEMMA3: dict[str, Any] = {
     "sliding_window": 1024,
     "layer_types": [*["sliding"] * 5, "full"],
 }
+_QWEN35: dict[str, Any] = {
+    "vocab_size": 248320,
+    "head_size": 256,
+    "norm_offset": True,
+    "norm_eps": 1e-6,
+    "qk_norm": "head",
+    "rope_theta": 10_000_000.0,
+    "rotary_fraction": 0.25,
+    "max_positions": 262144,
+    "attention_gate": True,
+    "layer_types": [*["linear"] * 3, "full"],
+}
 _TINY: dict[str, Any] = {"vocab_size": 257, "max_positions": 131072, "rope_theta": 500_000.0}
 
 
@@ -103,6 +115,17 @@ def _experts(count: int, per_token: int, mlp: int, **fields: Any) -> dict[str, A
 def _gemma3(*shape: int, head: int) -> dict[str, Any]:
     fields = {**_GEMMA3, **_shape(*shape), "head_size": head}
     return {**fields, "embedding_scale": fields["hidden_size"] ** 0.5}
+
+
+def _qwen35(*shape: int, value_heads: int) -> dict[str, Any]:
+    linear = {"key_heads": 16, "value_heads": value_heads}
+    return {**_QWEN35, **_shape(*shape), "linear_attention": linear}
+
+
+def _qwen35_experts(*shape: int, count: int, per_token: int) -> dict[str, Any]:
+    shared = {"shared_mlp_size": 512, "shared_switch": True, "normalize": True}
+    experts = _experts(count, per_token, 512, **shared)
+    return {**_qwen35(*shape, value_heads=32), **experts}
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
@@ -194,6 +217,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_shape(94, 4096, 64, 4, 12288),
         **_experts(128, 8, 1536, normalize=True),
     },
+    "qwen3-next-80b-a3b": {
+        **_qwen35_experts(48, 2048, 16, 2, 5120, count=512, per_token=10),
+        "vocab_size": 151936,
+    },
+    "qwen3.5-4b": {**_qwen35(32, 2560, 16, 4, 9216, value_heads=32), "tie_embeddings": True},
+    "qwen3.5-9b": _qwen35(32, 4096, 16, 4, 12288, value_heads=32),
+    "qwen3.5-27b": _qwen35(64, 5120, 24, 4, 17408, value_heads=48),
+    # All of its layers have experts, so the width of an MLP is that of one of them.
+    "qwen3.5-35b-a3b": _qwen35_experts(40, 2048, 16, 2, 512, count=256, per_token=8),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "mixtral-8x7b": {

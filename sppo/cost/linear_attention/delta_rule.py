@@ -2,10 +2,13 @@
 
 The rule runs in chunks of c tokens (:mod:`sppo.kernels.delta_rule`). Chunks are independent but for
 the scan that passes the state from one to the next, so a scan is as many steps that depend on each
-other as there are chunks, whatever the number of heads. Backward first repeats the part of the
-forward that it needs; the rest of it is twice as many FLOPs as the forward.
+other as there are chunks, whatever the number of heads.
 
-Legend: C tokens of a subsequence, c tokens of a chunk, D_k and D_v sizes of keys and values.
+Gradients take twice the FLOPs of the forward. Before them, backward repeats the forward, for the
+norm of its outputs, and twice all of it but the outputs: for the states before tiles of tokens, and
+within the tiles (:mod:`sppo.model.recurrence`).
+
+Legend: c tokens of a chunk, K and V sizes of a key and of a value.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class RuleWork(NamedTuple):
     flops: Floats
     """FLOPs of products."""
     moved_bytes: Floats
-    """Bytes of queries, keys, values, outputs, their gradients, and states between chunks."""
+    """Bytes of queries, keys, values, outputs or their gradients, and states between chunks, in
+    every run over the tokens."""
     steps: Floats
     """Steps that depend on each other."""
 
@@ -42,13 +46,10 @@ def rule_flops(linear: LinearAttention) -> int:
 
 
 def repeated_rule_flops(linear: LinearAttention) -> int:
-    """Return the FLOPs per token of the part of the forward that the backward repeats.
-
-    It is all but the outputs.
-    """
+    """Return the FLOPs per token that the backward of the rule in one layer repeats."""
     keys, values = linear.key_size, linear.value_size
-    of_states = 4 * keys * values
-    return linear.value_heads * (of_states + CHUNK_TOKENS * (6 * keys + 2 * values))
+    without_outputs = 4 * keys * values + CHUNK_TOKENS * (6 * keys + 2 * values)
+    return rule_flops(linear) + 2 * linear.value_heads * without_outputs
 
 
 def rule_work(
@@ -70,7 +71,7 @@ def rule_work(
     of_forward, repeated = rule_flops(linear) * here, repeated_rule_flops(linear) * here
     return (
         RuleWork(of_forward, operands + of_states, chunks),
-        RuleWork(2 * of_forward + repeated, 2 * (operands + of_states), 2 * chunks),
+        RuleWork(2 * of_forward + repeated, 5 * (operands + of_states), 4 * chunks),
     )
 
 
@@ -79,14 +80,19 @@ def rule_seconds(
 ) -> tuple[Table, Table]:
     """Return the seconds of the forward and of the backward of the rule, [subsequences] each.
 
-    They are 0 without linear attention.
+    Scans run after products: a scan has a block for each head, so its steps take as long however
+    many heads a device has, and heads of other devices make it no shorter. Without linear
+    attention, the seconds are 0.
     """
     if linear is None:
         return np.zeros_like(tokens), np.zeros_like(tokens)
     device, width = workload.hardware.device, float(linear.key_size)
-    rate = device.gemm_flops_per_s(workload.dtype, tokens=tokens, width=width, product="forward")
+    rate = device.rule_flops_per_s or device.gemm_flops_per_s(
+        workload.dtype, tokens=tokens, width=width, product="forward"
+    )
     forward, backward = (
         np.maximum(work.flops / rate, work.moved_bytes / device.memory_bytes_per_s)
+        + work.steps * device.rule_step_s
         for work in rule_work(workload, linear, tokens=tokens)
     )
     return forward, backward

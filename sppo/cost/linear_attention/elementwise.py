@@ -1,8 +1,8 @@
 """Element-wise kernels of linear attention, between its projections and that of its output.
 
-The convolution is a sum of products of shifted inputs (:mod:`sppo.model.recurrence`). Backward runs
-all of it again, and its gradient: of each product of the convolution one for the input and one for
-the weight.
+The convolution is a sum of products of shifted inputs in fp32 (:mod:`sppo.model.recurrence`).
+Backward runs all before the rule three times again: for the outputs, for the states before tiles of
+tokens, and for gradients, which are two products for each of the convolution.
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ from collections.abc import Mapping
 from sppo.config.model import LinearAttention
 from sppo.cost.mlp_work import Work
 
+_ACCUMULATION_BYTES = 4
 
-def linear_attention_work(linear: LinearAttention) -> Mapping[str, list[Work]]:
+
+def linear_attention_work(
+    linear: LinearAttention, *, element_bytes: int
+) -> Mapping[str, list[Work]]:
     """Return the kernels of passes over the linear attention of a layer.
 
     Returns:
-        Kernels of "forward", of "backward", and of "linear_recompute", the recomputation of the
-        output; nothing is recomputed for the class attention, and there are no K and V.
+        Kernels of "forward" and "backward"; "linear_recompute" and "attention_recompute" have
+        nothing but products, and there are no K and V.
     """
-    channels, values = linear.conv_width, linear.values_width
+    wider = max(_ACCUMULATION_BYTES, element_bytes) / element_bytes
+    channels, keys = (round(wider * width) for width in (linear.conv_width, 2 * linear.keys_width))
+    values = linear.values_width
     product: Work = ("add", channels)
-    norms = [("head_norm", 2 * linear.keys_width), ("head_norm", values)]
-    forward = [*[product] * linear.conv_size, ("copy", channels), *norms, ("add", values)]
-    of_norms = [(f"{name}_backward", width) for name, width in norms]
-    gradients = [*[product] * 2 * linear.conv_size, product, *of_norms, *[("add", values)] * 2]
+    before_rule = [*[product] * linear.conv_size, ("copy", channels), ("head_norm", keys)]
+    behind_rule: list[Work] = [("head_norm", values), ("add", values)]
+    gradients = [*[product] * (2 * linear.conv_size + 1), ("head_norm_backward", keys)]
+    gradients += [("head_norm_backward", values), *[("add", values)] * 2]
     return {
-        "forward": forward,
-        "backward": forward + gradients,
-        "linear_recompute": forward,
+        "forward": before_rule + behind_rule,
+        "backward": 3 * before_rule + behind_rule + gradients,
+        "linear_recompute": [],
         "attention_recompute": [],
         "kv": [],
     }

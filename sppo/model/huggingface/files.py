@@ -5,6 +5,7 @@ The module does not import torch, so a directory without the model's weights is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from sppo.model.huggingface.stored_tensors import (
     bare_name,
     hf_tensors,
     is_buffer,
+    part_of_model,
     without_other_parts,
 )
 from sppo.quoting import one_line, quoted
@@ -52,11 +54,15 @@ class StoredWeights:
 
     Attributes:
         tensors: Tensors of the model and no others, by bare name.
+        layout: What lies in each of them.
         tied_head: Vocabulary projection that a tied model stores as well; None if absent.
+        skipped: Number of tensors of each other part of a model, such as a vision tower.
     """
 
     tensors: Mapping[str, StoredTensor]
+    layout: tuple[HfTensor, ...]
     tied_head: StoredTensor | None
+    skipped: Mapping[str, int]
 
 
 def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
@@ -66,9 +72,12 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
         ValueError: Missing, unknown or misshapen tensors (up to eight of each are listed), types
             other than 16, 32 or 64-bit floating point, or damaged files.
     """
-    stored = without_other_parts(stored_tensors(directory), model)
+    found = stored_tensors(directory)
+    stored = without_other_parts(found, model)
+    skipped = Counter(part_of_model(name) for name in sorted(found.keys() - stored.keys()))
     tied_head = stored.pop(HEAD, None) if model.tie_embeddings else None
-    faults = tensor_faults(stored, {tensor.name: tensor for tensor in hf_tensors(model)})
+    layout = hf_tensors(model, stored)
+    faults = tensor_faults(stored, {tensor.name: tensor for tensor in layout})
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise ValueError(
@@ -76,7 +85,7 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
             "give the whole directory as it was published; in a run file leave out what changes"
             " shapes beside model.from_hf"
         )
-    return StoredWeights(stored, tied_head)
+    return StoredWeights(stored, layout, tied_head, skipped)
 
 
 def tensor_faults(

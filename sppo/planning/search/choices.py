@@ -106,8 +106,9 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
     """Return the reason why training cannot shard units over pipeline ranks (MSP); None if it can.
 
     Every rank of a stage must hold all weights of the stage, to send them, and for a balance loss
-    the loads of its experts in whole sequences. Schedule sppo_msp is allowed on one pipeline rank,
-    where it cuts no unit; ``multiplexed: on`` is not.
+    the loads of its experts in whole sequences. MSP runs all parts of a subsequence at the same
+    time, and states of linear attention pass from one to the next. Schedule sppo_msp is allowed on
+    one pipeline rank, where it cuts no unit; ``multiplexed: on`` is not.
     """
     parallel, (asked, other) = run.parallel, _msp_key(run)
     if run.data.samples == "documents":
@@ -128,6 +129,11 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
             f"{asked} runs parts of a sequence on other pipeline ranks, and routing.balance_loss "
             f"needs the loads of all of it: write {other}, or routing.balance_loss=0 (with "
             "routing.bias_update to balance without a loss)"
+        )
+    if run.model.linear_attention is not None:
+        return (
+            f"{asked} runs parts of a subsequence at the same time, and model.linear_attention "
+            f"needs the state behind one for the next: write {other}"
         )
     shards_weights = parallel.sequence_parallel == "megatron" and degrees.sequence_parallel > 1
     if shards_weights or parallel.zero == 3:
@@ -183,6 +189,13 @@ def shard_heads(run: RunConfig, *, degree: int) -> HeadShard:
     model = run.model
     if run.parallel.sequence_parallel == "megatron":
         return tensor_shard(model, degree=degree)
+    linear = model.linear_attention
+    if linear is not None and linear.key_heads % degree:
+        raise ValueError(
+            f"parallel.sequence_parallel_degree {degree}: the {linear.key_heads} key heads of "
+            "model.linear_attention cannot be sharded evenly; use a divisor of "
+            f"{linear.key_heads}"
+        )
     return head_shard(model.num_heads, model.kv_heads, degree=degree)
 
 
@@ -381,15 +394,16 @@ def units_problem(candidate: Candidate, *, most: int) -> str | None:
 def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
     """Return the numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending.
 
-    Unless the run fixes the number, these are one and some divisors of a rank's layers, so stages
-    have equally many layers. One is left out if the run asks to offload or recompute K and V.
+    Unless the run fixes the number, these are one and some divisors of a rank's layers with
+    attention, so stages have equally many of them. One is left out if the run asks to offload or
+    recompute K and V.
     """
     asked = run.parallel.virtual_stages
     if asked != "auto":
         return (asked,)
     if asked_schedule(run) not in ("auto", *WITH_VIRTUAL_STAGES):
         return (1,)
-    several = divisors(run.model.num_layers // num_ranks)[1:]
+    several = divisors(run.model.num_attention_layers // num_ranks)[1:]
     last, steps = len(several) - 1, _MOST_VIRTUAL_STAGES - 1
     chosen = {several[last * step // steps] for step in range(steps + 1) if several}
     # With one stage on a rank, K and V are always in use and cannot leave the device.

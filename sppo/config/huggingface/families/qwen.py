@@ -6,6 +6,8 @@ from sppo.config.huggingface.families.common import (
     BIASES,
     DEFAULTS,
     EXPERT_MODULES,
+    SWITCHED_MODULES,
+    SWITCHED_SIZE,
     rotary,
     routed,
 )
@@ -13,7 +15,7 @@ from sppo.config.huggingface.families.refused import DENSE_REFUSED, REFUSED
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.huggingface.layer_patterns import DenseLayers, Windows, always, from_layer
 from sppo.config.huggingface.rope import Rope
-from sppo.config.huggingface.settings import Json, Key, Setting, flag, integer, whole_number
+from sppo.config.huggingface.settings import Json, Key, Setting, flag, whole_number
 from sppo.config.huggingface.tensor_names import ROTARY_MODULES, TensorNames
 
 _NAMES = TensorNames(modules=ROTARY_MODULES)
@@ -62,21 +64,12 @@ QWEN2_MOE = HfFamily(
         *rotary(),
         *_EXPERTS,
         Key("qkv_bias", "qkv_bias", flag),
-        Key("experts.shared_mlp_size", "shared_expert_intermediate_size", integer),
+        SWITCHED_SIZE,
         Windows(_alternating, switch=True),
     ),
     defaults={**_EXPERT_DEFAULTS, "num_key_value_heads": 16, "qkv_bias": True},
     fixed={"experts.shared_switch": True},
-    tensors=TensorNames(
-        modules={
-            **ROTARY_MODULES,
-            **EXPERT_MODULES,
-            "shared_gate": "mlp.shared_expert.gate_proj",
-            "shared_up": "mlp.shared_expert.up_proj",
-            "shared_down": "mlp.shared_expert.down_proj",
-            "shared_switch": "mlp.shared_expert_gate",
-        }
-    ),
+    tensors=TensorNames(modules={**ROTARY_MODULES, **EXPERT_MODULES, **SWITCHED_MODULES}),
     refused=REFUSED,
 )
 QWEN3_MOE = HfFamily(
