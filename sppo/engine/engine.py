@@ -25,6 +25,7 @@ from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.providers.gradients import GradientProvider
 from sppo.engine.providers.part_rows import PartRows, WeightPart
 from sppo.engine.providers.weights import WeightProvider
+from sppo.engine.recurrence.state_store import StateStore
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.engine.stage_providers import StageProviders
@@ -54,7 +55,7 @@ class EnginePeaks:
     """Saved tensors of the layers, gradients of the last layer's output, and operands of deferred
     weight gradients."""
     kv_bytes: int
-    """K, V and their fp32 gradients."""
+    """K, V and their fp32 gradients; states of linear attention, or their gradients."""
     pooled_activations_bytes: int
     """The part of `activations_bytes` that torch's own allocator provides."""
     gathered_bytes: int = 0
@@ -124,7 +125,7 @@ class Engine:
         routing: Losses of the routers of experts.
         choice_biases: Biases by which experts are chosen, by global name, fp32; read in every step.
         stopwatch: Clock of the actions; None uses the host's clock.
-        debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
+        debug: Overwrite memory with NaN when it is released: K/V, states and their gradients of
             a sequence, saved tensors on the stack of a lone stage.
 
     Raises:
@@ -189,6 +190,7 @@ class Engine:
             sent=pipeline.msp_links is not None,
             poison=debug,
         )
+        self._states = StateStore(self._kv.held, poison=debug)
         self._loads = ExpertLoads(model, weights.dtype, routing, choice_biases or {}, heads)
         self._whole = StageProviders(
             model,
@@ -196,6 +198,7 @@ class Engine:
             gradients,
             self._store,
             self._kv,
+            self._states,
             loss_terms,
             self._loads,
             trainable=trainable,
@@ -408,6 +411,7 @@ class Engine:
         self._is_closed = True
         if self._store.close():
             self._kv.close()
+            self._states.close()
             self._stages.clear()
             self._shard_stages.clear()
 

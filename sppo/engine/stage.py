@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 
 from torch import Tensor
 
@@ -24,18 +24,13 @@ from sppo.activations.block_layout import BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import layers_with_backward, trains_embedding
-from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
-from sppo.engine.providers.weights import visit
 from sppo.engine.saved_rows import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
-from sppo.model.attention_mixer import AttentionMixer
+from sppo.engine.unit_layers import UnitLayers
 from sppo.model.gradients import DeferredGradients, GradientSink
-from sppo.model.layer import Layer
 from sppo.model.mixer import Saved
-from sppo.model.residual import TokenExchange
-from sppo.model.rope import RotaryTables
 from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -70,15 +65,14 @@ class Stage:
         recomputes_windows: bool = False,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
     ) -> None:
-        self._tensor = exchange if isinstance(exchange, MegatronSequenceParallel) else None
-        self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
-        self.model = model if self._tensor is None else self._tensor.sharding.own_model
+        self._exchange, self._shards_weights, self.model = exchange, False, model
+        if isinstance(exchange, MegatronSequenceParallel):
+            self._shards_weights, self.model = True, exchange.sharding.own_model
         self._layers, self._providers = layers, providers
         trainable = providers.trainable
         self._with_backward = layers_with_backward(model, trainable, layers=layers)
         below = layers_with_backward(model, trainable, layers=range(layers.start))
         self._trains_below = len(below) > 0 or trains_embedding(model, trainable)
-        self._adapter_scale = 1.0 if trainable.adapter is None else trainable.adapter.scale
         self.store, self._kv = providers.saved, providers.kv_store
         self._blocks = BlockLayout(
             self.model,
@@ -127,15 +121,14 @@ class Stage:
         Raises:
             MemoryError: The memory cannot be allocated.
         """
-        if self._tensor is not None:
+        if self._shards_weights:
             check_whole_classes(placements.values())
-        exchange = self._tensor or self._heads
         self._kv_placement = kv_placement
         self.layout = ActivationLayout(
             self._blocks,
             {key: placements[key].sharded(unit.shard_tokens) for key, unit in units.items()},
-            rank=0 if exchange is None else exchange.rank,
-            unsharded_token_placements=None if self._tensor is None else placements,
+            rank=0 if self._exchange is None else self._exchange.rank,
+            unsharded_token_placements=placements if self._shards_weights else None,
             sequences_in_flight=sequences_in_flight,
             kv_row_bytes=self._kv.row_bytes if kv_placement == "offloaded" else 0,
         )
@@ -157,7 +150,7 @@ class Stage:
             if self.is_last:
                 yield "head"
         elif kind is ActionKind.KV:
-            yield from self._with_backward
+            yield from self._blocks.kv_layers
         elif kind is ActionKind.B:
             yield from self._backward_visits(unit)
 
@@ -187,11 +180,11 @@ class Stage:
         self._providers.begin(unit, self._layers, forward=True)
         x = self._providers.embed(unit) if x_CE is None else x_CE
         del x_CE  # otherwise it stays alive during all layers
-        rotary = self._rotary(unit)
+        layers = self._layers_of(unit, trains=training)
         for index in self._layers:
             saves = training and index in self._with_backward
             offloaded, retained = self.layout.tensor_rows(unit.key, index) if saves else ({}, {})
-            with self._layer(unit, index, rotary, saves_kv=saves, trains=training) as layer:
+            with layers.layer(index, saves=saves) as layer:
                 x, saved = layer.forward(x, keep=frozenset(offloaded | retained))
             if saves:
                 if "chosen" in saved:
@@ -199,8 +192,10 @@ class Stage:
                 self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
         if unit.span.end == unit.span.length:
-            kept = self._with_backward if training and self._kv_placement == "retained" else ()
-            self._kv.release(unit.sequence, layers=[i for i in self._layers if i not in kept])
+            done = [i for i in self._layers if not training or i not in self._with_backward]
+            self._providers.states.release(unit.sequence, layers=done)
+            done = done if self._kv_placement == "retained" else [*self._layers]
+            self._kv.release(unit.sequence, layers=done)
         if not self.is_last:
             return x
         self._providers.loss(unit, x, loss_scale)
@@ -225,7 +220,7 @@ class Stage:
             self._providers.loads.complete(unit, self._with_backward)
         dx = self._providers.take_loss_gradient(unit) if dy_CE is None else dy_CE
         del dy_CE  # otherwise it stays alive during all layers
-        rotary = self._rotary(unit)
+        layers = self._layers_of(unit)
 
         def take(key: ActivationKey) -> Saved:
             self.restore_kv()
@@ -235,14 +230,15 @@ class Stage:
         for index in reversed(self._with_backward):
             saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
             if "x_in" not in saved:
-                self._recompute_input(unit, index, saved, taken, take, rotary)
-            with self._layer(unit, index, rotary) as layer:
+                self._recompute_input(layers, index, saved, taken, take)
+            with layers.layer(index) as layer:
                 layer.recompute_missing_rows(saved)
                 with self._sink(unit, index, deferred=defer_weights) as gradients:
                     dx = layer.backward(dx, saved=saved, gradients=gradients)
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
             self._kv.release(unit.sequence, layers=self._with_backward)
+            self._providers.states.release(unit.sequence, layers=self._with_backward)
             self._providers.loads.release(unit, self._with_backward)
         if not self._trains_below:
             return None
@@ -268,12 +264,12 @@ class Stage:
             unit: Unit to recompute; units of a sequence come in ascending order, all before the
                 sequence's first backward.
         """
-        rotary = self._rotary(unit)
-        for index in self._with_backward:
+        layers = self._layers_of(unit)
+        for index in self._blocks.kv_layers:
             x = self.store.retained.peek(ActivationKey(*unit.key, index), "x_in")
             assert x is not None, f"layer {index} has not retained its input"
             assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
-            with self._layer(unit, index, rotary) as layer:
+            with layers.layer(index) as layer:
                 layer.recompute_kv(x)
 
     def weight_gradients(self, unit: Unit) -> None:
@@ -297,12 +293,11 @@ class Stage:
 
     def _recompute_input(
         self,
-        unit: Unit,
+        layers: UnitLayers,
         index: int,
         saved: Saved,
         taken: dict[int, Saved],
         take: Callable[[ActivationKey], Saved],
-        rotary: RotaryTables,
     ) -> None:
         """Recompute the input x_in of layer ``index`` from the layer below and add it to ``saved``.
 
@@ -312,10 +307,10 @@ class Stage:
         """
         below = index - 1
         if below not in taken:
-            taken[below] = take(ActivationKey(*unit.key, below))
+            taken[below] = take(ActivationKey(*layers.unit.key, below))
         if "x_in" not in taken[below]:
-            self._recompute_input(unit, below, taken[below], taken, take, rotary)
-        with self._layer(unit, below, rotary) as layer:
+            self._recompute_input(layers, below, taken[below], taken, take)
+        with layers.layer(below) as layer:
             layer.recompute_missing_rows(taken[below])
             saved["x_in"] = layer.recompute_output(taken[below])
 
@@ -324,6 +319,7 @@ class Stage:
         leftovers = {
             "activations": self.store.num_entries,
             "sequences in the KV store": self._kv.num_sequences,
+            "sequences with states": self._providers.states.num_sequences,
             "weight gradients": len(self._deferred),
             "sequences with loads of experts": self._providers.loads.num_sequences,
         }
@@ -336,51 +332,18 @@ class Stage:
         )
         return self.layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
-    def _rotary(self, unit: Unit) -> RotaryTables:
-        positions = unit.positions_C if self._tensor is None else unit.span_positions_C
-        return RotaryTables(self.model, positions, dtype=self._kv.dtype)
-
-    @contextmanager
-    def _layer(
-        self,
-        unit: Unit,
-        index: int,
-        rotary: RotaryTables,
-        *,
-        saves_kv: bool = False,
-        trains: bool = True,
-    ) -> Iterator[Layer]:
-        """Yield layer ``index`` for a unit, with its weights; offload K and V if they are saved."""
-        window = self.model.layer_type(index).window
-        recomputes = self._recomputes_windows and self._kv_placement == "retained"
-        partial_kv = window is not None and (recomputes or not trains)
-        tokens, offload = TokenExchange(), None
-        if self._tensor is not None:
-            both = self._tensor.gather, self._tensor.scatter_sum
-            tokens = TokenExchange(*(partial(one, shard_tokens=unit.shard_tokens) for one in both))
-        if saves_kv and self._kv_placement == "offloaded":
-            offload = partial(self.store.put, ActivationKey(*unit.key, index, is_kv=True))
+    def _layers_of(self, unit: Unit, *, trains: bool = True) -> UnitLayers:
+        """Return the layers for one pass of a unit."""
         unsaved = unit.shard_tokens  # of each rank the last ones
         if unit.key in self.layout.shards:
             unsaved = self.layout.unsaved_attention_tokens(unit.key)
-        with visit(self._providers.weights, index) as weights:
-            attention = PrefixAttention(
-                self._providers.kv(unit, index, partial=partial_kv),
-                unit.runs,
-                unsaved,
-                self._heads,
-                window=window,
-                document_starts=unit.span.document_starts,
-                scale=self.model.attention_scale,
-                offload=offload,
-            )
-            yield Layer(
-                self.model,
-                weights,
-                AttentionMixer(
-                    self.model, weights, rotary.of_layer(index), attention, self._adapter_scale
-                ),
-                tokens,
-                self._adapter_scale,
-                self._providers.loads.terms(unit, index),
-            )
+        recomputes = self._recomputes_windows and self._kv_placement == "retained"
+        return UnitLayers(
+            self.model,
+            self._providers,
+            self._exchange,
+            unit,
+            unsaved,
+            keeps_windows=trains and not recomputes,
+            offloads_kv=self._kv_placement == "offloaded",
+        )

@@ -26,6 +26,7 @@ from sppo.engine.attention.partial_kv import PartialKV
 from sppo.engine.expert_loads import ExpertLoads
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import PartProvider, WeightProvider, visit
+from sppo.engine.recurrence.state_store import StateStore
 from sppo.engine.unit import Unit
 from sppo.kernels.cross_entropy import (
     LossTerms,
@@ -49,6 +50,7 @@ class StageProviders:
         gradients: Provider of buffers to add gradients to; None for evaluation only.
         saved: Store of saved tensors of the rank.
         kv_store: Store of keys and values of the rank.
+        states: Store of the states of linear attention of the rank.
         loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
         results: Unscaled losses and correctness, ``[L]`` each, of the units that were computed.
         trainable: Parameters that train; `gradients` has buffers of no others.
@@ -60,6 +62,7 @@ class StageProviders:
     gradients: GradientProvider | None
     saved: BlockStore
     kv_store: KVStore
+    states: StateStore
     loss_terms: LossTerms
     loads: ExpertLoads
     results: dict[UnitKey, tuple[Tensor, Tensor]] = field(default_factory=dict)

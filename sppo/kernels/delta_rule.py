@@ -1,4 +1,4 @@
-"""Gated delta rule (arXiv:2412.06464), explicit forward and backward, from a state to a state.
+"""Gated delta rule (arXiv:2412.06464) from a state to a state.
 
 Each value head has a matrix S, the state. Every token lets it decay, adds what v differs from what
 S has at k, and reads it; consecutive value heads share q and k::
@@ -7,33 +7,29 @@ S has at k, and reads it; consecutive value heads share q and k::
 
 At the start of a document S is zero. L consecutive tokens, a chunk, are taken together: all their
 additions, the rows of ``delta``, solve one triangular system, and S passes from chunk to chunk. Of
-all rows of a chunk, with ``.`` for the product of elements and ``between`` for the decay from
-one row to a later one::
+all rows of a chunk, with ``.`` for the product of elements::
 
     (1 + strictly_lower(beta k k' . between)) [u, w] = beta [v, before . k]
-    delta = u - w S      o = (before . q) S + (q k' . between) delta
+    delta = u - w S        o = (before . q) S + (q k' . between) delta
     S <- whole S + (after . k)' delta
 
 ``before`` is the decay of S up to and with a row, ``after`` that from a row to the end of the
-chunk. Starts of documents are masks of these decays, applied to their logarithms, which are never
-positive.
-
-All is computed in fp32, or float64 for float64 operands. A call needs about ``4 (8 K + 6 V + 6 L)``
-bytes for each token and value head in forward, and twice that in backward.
+chunk, ``between`` that from one row to a later one, ``whole`` that of the chunk. Starts of
+documents are masks of their logarithms, which are never positive. What does not depend on S is
+left to autograd, and what does is explicit in both directions.
 
 Legend: C tokens, H value heads, K key size, V value size; N chunks, J key heads, R value heads of
-each (1 in a tensor that they share), L tokens of a chunk.
+each (1 in a tensor that they share), L tokens of a chunk, B = N H.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sppo.kernels.elementwise import accumulation_dtype
 
@@ -42,7 +38,7 @@ CHUNK_TOKENS = 64
 
 
 class RuleInputs(NamedTuple):
-    """Operands of the rule for consecutive tokens, or the gradients of these operands."""
+    """Operands of the rule for consecutive tokens."""
 
     q_CJK: Tensor
     """Queries, scaled."""
@@ -61,182 +57,91 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs ``[C, H, V]``, in v's dtype, and the state after the last token.
 
+    Autograd differentiates both. All is computed in fp32, or float64 for float64 operands.
+
     Args:
-        inputs: Operands.
+        inputs: Queries, keys, values, decays and shares of the tokens.
         state_HKV: State before the first token, fp32 or better.
         starts: Ascending indices of the tokens with which documents begin.
     """
-    x = _Chunks.of(inputs, starts)
-    states, delta = _scan(x, state_HKV)
-    o = (x.before * x.q) @ states[:-1] + (x.qk * x.between) @ delta
-    return _tokens(o, inputs.v_CHV), states[-1].flatten(0, 1)
+    q, k, before, between, delta, states = _scan(inputs, state_HKV, starts)
+    scores = between * (q @ k.mT)
+    o_BLV = (before * q).flatten(0, 2) @ states[:-1].flatten(0, 1)
+    o_BLV = torch.baddbmm(o_BLV, scores.flatten(0, 2), delta.flatten(0, 1))
+    o_CHV = o_BLV.view_as(delta).movedim(2, 1).flatten(0, 1)[: len(inputs.v_CHV)]
+    return o_CHV.to(inputs.v_CHV.dtype), states[-1].clone()
 
 
-def delta_rule_backward(
-    do_CHV: Tensor,
-    dlast_HKV: Tensor,
-    inputs: RuleInputs,
-    state_HKV: Tensor,
-    starts: Sequence[int] = (),
-) -> tuple[RuleInputs, Tensor]:
-    """Return the gradients of the operands, in their dtypes, and of the state before.
-
-    Args:
-        do_CHV: Gradient of the outputs.
-        dlast_HKV: Gradient of the state after the last token, fp32 or better.
-        inputs: Operands of :func:`delta_rule`.
-        state_HKV: State before the first token, fp32 or better.
-        starts: Ascending indices of the tokens with which documents begin.
-    """
-    x = _Chunks.of(inputs, starts)
-    states, delta = _scan(x, state_HKV)
-    do = _chunked(do_CHV, x.k.shape[1], x.v.dtype)
-    dstates, ddelta = _reverse_scan(x, do, dlast_HKV)
-    dread, dkept = do @ states[:-1].mT, delta @ dstates[1:].mT
-    solved = torch.linalg.solve_triangular(
-        x.system.mT,
-        torch.cat([ddelta, -ddelta @ states[:-1].mT], -1),
-        upper=True,
-        unitriangular=True,
-    )
-    dv, dw = solved.split([x.v.shape[-1], x.k.shape[-1]], -1)
-    dsystem = (solved @ x.uw.mT).neg_().tril_(-1).mul_(x.between)
-    dscores = (do @ delta.mT).mul_(x.between)
-
-    dbeta = _row_sums(dv * x.v) + x.before * _row_sums(dw * x.k) + _row_sums(dsystem * x.kk)
-    dsystem *= x.beta
-    kept = _row_sums(x.after * dkept * x.k)
-    pairs = dscores * x.qk + dsystem * x.kk
-    dlog = _row_sums(pairs) - _row_sums(pairs.mT) - kept
-    dlog += x.before * (_row_sums(dread * x.q) + x.beta * _row_sums(dw * x.k))
-    dwhole = (states[:-1] * dstates[1:]).sum((-2, -1), keepdim=True)
-    dlog[..., -1:, :] += kept.sum(-2, keepdim=True) + x.whole * dwhole
-
-    to_queries, to_keys = (d.sum(2, keepdim=True) for d in (dscores, dsystem))
-    dq = (x.before * dread).sum(2, keepdim=True) + to_queries @ x.k
-    dk = (x.beta * x.before * dw + x.after * dkept).sum(2, keepdim=True)
-    dk += to_queries.mT @ x.q + (to_keys + to_keys.mT) @ x.k
-    dg = dlog.flip(-2).cumsum(-2).flip(-2)
-    found = dq, dk, x.beta * dv, dg.squeeze(-1), dbeta.squeeze(-1)
-    return RuleInputs(*map(_tokens, found, inputs)), dstates[0].flatten(0, 1)
+def state_after(inputs: RuleInputs, state_HKV: Tensor, starts: Sequence[int] = ()) -> Tensor:
+    """Return the state after the last token, as :func:`delta_rule` does, and no outputs."""
+    return _scan(inputs, state_HKV, starts)[-1][-1].clone()
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """Operands in chunks, and what follows from them without the state."""
-
-    q: Tensor
-    """``[N, J, 1, L, K]``"""
-    k: Tensor
-    """``[N, J, 1, L, K]``"""
-    v: Tensor
-    """``[N, J, R, L, V]``"""
-    beta: Tensor
-    """``[N, J, R, L, 1]``"""
-    before: Tensor
-    """Decay of the state up to and with each row, ``[N, J, R, L, 1]``; 0 from the start of a
-    document on."""
-    after: Tensor
-    """Decay from each row to the end of the chunk, ``[N, J, R, L, 1]``."""
-    between: Tensor
-    """Decay from the row of a column to each row, ``[N, J, R, L, L]``, zero above the diagonal."""
-
-    @classmethod
-    def of(cls, inputs: RuleInputs, starts: Sequence[int]) -> _Chunks:
-        """Return the chunks of some tokens, the last one filled up with tokens without effect."""
-        heads, dtype = inputs.k_CJK.shape[1], accumulation_dtype(inputs.v_CHV.dtype)
-        q, k, v, g, beta = (_chunked(x, heads, dtype) for x in inputs)
-        document = _documents(starts, g.shape[0], g.device)[:, None, None]
-        same = document.unsqueeze(-1) == document.unsqueeze(-2)
-        total = g.cumsum(-1)
-        before = _decay(total, document == 0)
-        after = _decay(total[..., -1:] - total, document == document[..., -1:])
-        between = _decay(total.unsqueeze(-1) - total.unsqueeze(-2), same.tril())
-        return cls(q, k, v, *(x.unsqueeze(-1) for x in (beta, before, after)), between)
-
-    @cached_property
-    def whole(self) -> Tensor:
-        """Decay over each chunk, ``[N, J, R, 1, 1]``."""
-        return self.before[..., -1:, :]
-
-    @cached_property
-    def kk(self) -> Tensor:
-        """Products of keys, ``[N, J, 1, L, L]``."""
-        return self.k @ self.k.mT
-
-    @cached_property
-    def qk(self) -> Tensor:
-        """Products of queries and keys, ``[N, J, 1, L, L]``."""
-        return self.q @ self.k.mT
-
-    @cached_property
-    def system(self) -> Tensor:
-        """Matrix of the system; only what is below its diagonal counts, ``[N, J, R, L, L]``."""
-        return self.beta * self.between * self.kk
-
-    @cached_property
-    def uw(self) -> Tensor:
-        """Solution [u, w], ``[N, J, R, L, V + K]``."""
-        right = torch.cat([self.beta * self.v, self.beta * self.before * self.k], -1)
-        return torch.linalg.solve_triangular(self.system, right, upper=False, unitriangular=True)
+def _scan(inputs: RuleInputs, state_HKV: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return q, k, before, between; delta ``[N, H, L, V]``; states before and after each chunk."""
+    key_heads, dtype = inputs.k_CJK.shape[1], accumulation_dtype(inputs.v_CHV.dtype)
+    q, k, v, g, beta = (_chunked(x, key_heads, dtype) for x in inputs)
+    document = _documents(starts, len(g), g.device)
+    total = g.cumsum(-2)
+    before = _decay(total, document == 0)
+    after = _decay(total[..., -1:, :] - total, document == document[..., -1:, :])
+    between = _decay(total - total.mT, (document == document.mT).tril())
+    system = beta * between * (k @ k.mT)
+    right = torch.cat([beta * v, beta * before * k], -1)
+    solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u, w = torch.split(solution, [v.shape[-1], k.shape[-1]], -1)
+    operands = (x.flatten(1, 2) for x in (u, w, after * k, before[..., -1:, :]))
+    delta, states = _Scan.apply(*operands, state_HKV)  # type: ignore[no-untyped-call]
+    return q, k, before, between, delta, states
 
 
-def _scan(x: _Chunks, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (states before each chunk and after the last, delta), ``[N, J, R, ...]``."""
-    u, w = (part.flatten(1, 2) for part in x.uw.split([x.v.shape[-1], x.k.shape[-1]], -1))
-    kept, whole = (x.after * x.k).flatten(1, 2), x.whole.flatten(1, 2)
-    delta = torch.empty_like(u, memory_format=torch.contiguous_format)
-    states = delta.new_empty(len(u) + 1, *state_HKV.shape)
-    states[0] = state_HKV
-    for n in range(len(u)):
-        torch.baddbmm(u[n], w[n], states[n], alpha=-1, out=delta[n])
-        torch.baddbmm(whole[n] * states[n], kept[n].mT, delta[n], out=states[n + 1])
-    heads = x.v.shape[1:3]
-    return states.unflatten(1, heads), delta.unflatten(1, heads)
+class _Scan(torch.autograd.Function):
+    """States before each chunk and after the last, one after another."""
 
+    @staticmethod
+    def forward(
+        context: Any, u: Tensor, w: Tensor, kept: Tensor, whole: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (delta ``[N, H, L, V]``, states ``[N + 1, H, K, V]``)."""
+        delta = torch.empty_like(u, memory_format=torch.contiguous_format)
+        states = u.new_empty(len(u) + 1, *state.shape)
+        states[0] = state
+        for n in range(len(u)):
+            torch.baddbmm(u[n], w[n], states[n], alpha=-1, out=delta[n])
+            torch.baddbmm(whole[n] * states[n], kept[n].mT, delta[n], out=states[n + 1])
+        context.save_for_backward(w, kept, whole, delta, states)
+        return delta, states
 
-def _reverse_scan(x: _Chunks, do: Tensor, dlast_HKV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the states, as in :func:`_scan`, and of delta."""
-    w = x.uw[..., x.v.shape[-1] :].flatten(1, 2)
-    kept, whole = (x.after * x.k).flatten(1, 2), x.whole.flatten(1, 2)
-    ddelta = ((x.qk * x.between).mT @ do).flatten(1, 2)
-    dread = ((x.before * x.q).mT @ do).flatten(1, 2)
-    dstates = torch.cat([dread, dlast_HKV[None]])
-    for n in reversed(range(len(w))):
-        ddelta[n].baddbmm_(kept[n], dstates[n + 1])
-        dstates[n].addcmul_(whole[n], dstates[n + 1]).baddbmm_(w[n].mT, ddelta[n], alpha=-1)
-    heads = x.v.shape[1:3]
-    return dstates.unflatten(1, heads), ddelta.unflatten(1, heads)
+    @staticmethod
+    def backward(context: Any, ddelta: Tensor, dstates: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the operands, from the last chunk to the first."""
+        w, kept, whole, delta, states = context.saved_tensors
+        ddelta, dstates = ddelta.clone(), dstates.clone()
+        for n in reversed(range(len(w))):
+            ddelta[n].baddbmm_(kept[n], dstates[n + 1])
+            dstates[n].addcmul_(whole[n], dstates[n + 1]).baddbmm_(w[n].mT, ddelta[n], alpha=-1)
+        before, after = states[:-1], dstates[1:]
+        dwhole = (before * after).sum((-2, -1), keepdim=True)
+        return ddelta, -ddelta @ before.mT, delta @ after.mT, dwhole, dstates[0]
 
 
 def _documents(starts: Sequence[int], chunks: int, device: torch.device) -> Tensor:
-    """Return how many documents have begun in each chunk up to and with each token, ``[N, L]``."""
+    """Return how many documents have begun in the chunk up to each row, ``[N, 1, 1, L, 1]``."""
     begins_T = torch.zeros(chunks * CHUNK_TOKENS, dtype=torch.int32, device=device)
     for start in starts:
         begins_T[start] = 1
-    return begins_T.view(chunks, CHUNK_TOKENS).cumsum(-1)
+    return begins_T.view(chunks, 1, 1, CHUNK_TOKENS, 1).cumsum(-2)
 
 
-def _decay(log: Tensor, counts: Tensor) -> Tensor:
-    """Return the exponential where ``counts``, elsewhere zero."""
-    return log.masked_fill(~counts, -torch.inf).exp()
-
-
-def _row_sums(x: Tensor) -> Tensor:
-    return x.sum(-1, keepdim=True)
+def _decay(log: Tensor, mask: Tensor) -> Tensor:
+    """Return the exponential, and zero where the mask is false."""
+    return log.masked_fill(~mask, -torch.inf).exp()
 
 
 def _chunked(x_CH: Tensor, key_heads: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of tokens and heads in chunks, ``[N, J, R, L, ...]``, filled with zeros."""
-    tokens = x_CH.shape[0]
-    chunks = -(-tokens // CHUNK_TOKENS)
-    x_TH = x_CH.new_zeros(chunks * CHUNK_TOKENS, *x_CH.shape[1:], dtype=dtype)
-    x_TH[:tokens] = x_CH
-    x_NLJR = x_TH.unflatten(0, (chunks, CHUNK_TOKENS)).unflatten(2, (key_heads, -1))
-    return x_NLJR.movedim(1, 3).contiguous()
-
-
-def _tokens(x_NJRL: Tensor, like_CH: Tensor) -> Tensor:
-    """Return chunks as a tensor of tokens and heads, in the shape and dtype of another."""
-    x_TH = x_NJRL.movedim(3, 1).flatten(2, 3).flatten(0, 1)
-    return x_TH[: like_CH.shape[0]].to(like_CH.dtype)
+    """Return ``[N, J, R, L, ...]``, the last chunk filled up with zeros: tokens without effect."""
+    missing = -len(x_CH) % CHUNK_TOKENS
+    x_CHW = x_CH.reshape(*x_CH.shape[:2], -1).to(dtype)
+    x_THW = functional.pad(x_CHW, (0, 0, 0, 0, 0, missing))
+    x_NLJRW = x_THW.view(-1, CHUNK_TOKENS, key_heads, x_CH.shape[1] // key_heads, x_THW.shape[-1])
+    return x_NLJRW.movedim(1, 3).contiguous()

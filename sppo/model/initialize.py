@@ -14,6 +14,7 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape
 from sppo.cost.trainable import EVERYTHING, LORA_A, LORA_B, Trainable
+from sppo.model.norms import is_offset
 from sppo.units import GIB
 
 AHEAD_BYTES = GIB
@@ -76,13 +77,14 @@ def initial_weight(name: str, shape: Shape, *, model: ModelConfig, seed: int) ->
 
     Factors of adapters start as in PEFT: A ``[r, I]`` uniform within 1/sqrt(I), and B zero.
     """
-    if name.endswith(("decay.bias", "linear_norm.weight")):
+    if name.endswith("decay.bias"):
         return torch.ones(shape)
     if name.endswith((".bias", f".{LORA_B}")):
         return torch.zeros(shape)
     decays = name.endswith("decay.log_rate")
     if len(shape) == 1 and not decays:
-        return torch.full(shape, float(name.endswith("norm.weight") and not model.norm_offset))
+        starts_at_one = name.endswith("norm.weight") and not is_offset(model, name.split(".")[-2])
+        return torch.full(shape, float(starts_at_one))
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if decays:

@@ -4,17 +4,20 @@ The layer does not use autograd: every tensor that backward may need has a name,
 retain, offload or recompute it and its bytes are counted exactly. What lets tokens read earlier
 ones is an argument, the mixer (:mod:`sppo.model.mixer`).
 
-        saved          meaning                              recomputed from
-    x_in           layer input                          nothing: always saved
-    q              rotated queries (with q/k-norm: the projection before its norm)    x_in
-    k              keys before their norm, q/k-norm only                              x_in
-    o, lse         attention output and log-sum-exp, with sinks if any    q, by attention
-    attention_gate  projection whose sigmoid multiplies o              x_in
-    x_mid          residual stream after attention      x_in, o
-    attention_out  projection of o, in place of x_mid if it has a norm of its own      o
-    gate           gate projection (gated MLPs only)    x_mid
-    up             up projection                        x_mid
-    mlp_out        output of the MLP, if it has a norm of its own                      gate, up
+        saved           meaning                             recomputed from
+    x_in            layer input                         nothing: always saved
+    q               rotated queries (with q/k-norm: the projection before its norm)   x_in
+    k               keys before their norm, q/k-norm only                             x_in
+    o, lse          attention output and log-sum-exp, with sinks if any   q, by attention
+    attention_gate  projection whose sigmoid multiplies o, if any       x_in
+    linear_qkv      in place of q, k, o: queries, keys and values of linear attention  x_in
+    linear_gate     projection whose silu multiplies the output of linear attention    x_in
+    linear_ab       projections to the decay and the strength of its rule              x_in
+    x_mid           residual stream after attention     x_in, o
+    attention_out   projection of o, in place of x_mid if it has a norm of its own     o
+    gate            gate projection (gated MLPs only)   x_mid
+    up              up projection                       x_mid
+    mlp_out         output of the MLP, if it has a norm of its own                     gate, up
 
 :mod:`sppo.model.residual` says where the norms are.
 

@@ -6,7 +6,9 @@ a weight that is never an offset from one, and multiplied by silu of a projectio
 
     out = linear_o(norm(o) * silu(linear_gate(n1)))
 
-o is not saved: the backward of the rule begins with its forward anyway.
+o is not saved: the backward of the rule begins with its forward anyway. All weights are in the
+compute dtype, those from which decays are made as well: the models are published with weights that
+are rounded to bf16, and the rule itself computes in fp32.
 
 Legend: C tokens, E hidden, M channels of the convolution, H value heads, D size of a value.
 """
@@ -21,9 +23,10 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.kernels import elementwise
+from sppo.kernels.elementwise import activation, activation_backward_
 from sppo.model.gradients import GradientSink
 from sppo.model.mixer import Inputs, Save, Saved
+from sppo.model.norms import norm, norm_backward
 from sppo.model.projection import Projection, ProjectionBackward, backward_of_all
 
 _QKV, _GATE, _AB = "linear_qkv", "linear_gate", "linear_ab"
@@ -33,7 +36,7 @@ _PROJECTIONS = {
     _AB: ("linear_decay", "linear_beta"),
 }
 """Projections that lie beside each other in each saved tensor."""
-_NORM = "linear_norm.weight"
+_NORM = "linear_norm"
 
 
 class SubsequenceRecurrence(Protocol):
@@ -86,8 +89,9 @@ class LinearMixer:
         made = {name: self._project(name, n1_CE) for name in _PROJECTIONS}
         del n1_CE
         save(**made)
-        o_CHD = self.recurrence.forward(made.pop(_QKV), made.pop(_AB), self.weights)
-        return self._projected(o_CHD, made.pop(_GATE))
+        return self._projected(
+            self.recurrence.forward(made.pop(_QKV), made.pop(_AB), self.weights), made.pop(_GATE)
+        )
 
     def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
         """Recompute the last rows of the projections that ``saved`` has in part."""
@@ -120,7 +124,7 @@ class LinearMixer:
         backs = []
         for name, dy in {_QKV: dqkv, _GATE: dgate, _AB: dab}.items():
             parts = self._parts(name)
-            columns = dy.split([len(part.weight_OI) for part in parts], dim=1)
+            columns = torch.split(dy, [len(part.weight_OI) for part in parts], dim=1)
             backs += [part.backward(d) for part, d in zip(parts, columns, strict=True)]
         return backward_of_all(backs, n1_CE, gradients)
 
@@ -129,8 +133,9 @@ class LinearMixer:
 
     def _complete(self, saved: Saved, inputs: Inputs) -> None:
         """Add the projections and o to ``saved`` where they are missing."""
-        for name in _PROJECTIONS.keys() - saved.keys():
-            saved[name] = self._project(name, inputs(0))
+        for name in _PROJECTIONS:
+            if name not in saved:
+                saved[name] = self._project(name, inputs(0))
         if "o" not in saved:
             saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB], self.weights)
 
@@ -139,38 +144,27 @@ class LinearMixer:
         parts = self._parts(name)
         widths = [len(part.weight_OI) for part in parts]
         made = n1_CE.new_empty(len(n1_CE), sum(widths))
-        for part, columns in zip(parts, made.split(widths, dim=1), strict=True):
+        for part, columns in zip(parts, torch.split(made, widths, dim=1), strict=True):
             columns.copy_(part.forward(n1_CE))
         return made
 
     def _projected(self, o_CHD: Tensor, gate: Tensor) -> Tensor:
         """Return the projection of o behind its norm and its gate, ``[C, E]``."""
-        hidden = elementwise.activation(gate, self._normed(o_CHD).flatten(1), kind="swiglu")
+        normed = norm(self.model, _NORM, o_CHD, self.weights).flatten(1)
         del o_CHD
+        hidden = activation(gate, normed, kind="swiglu")
+        del normed, gate
         return self._projection("linear_o").forward(hidden)
 
     def _norm_and_gate_backward(
         self, back: ProjectionBackward, o_CHD: Tensor, gate: Tensor, gradients: GradientSink
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of o and, in its place, of the gate."""
-        inner = elementwise.activation_backward_(
-            back.input_gradient(), gate, self._normed(o_CHD).flatten(1), kind="swiglu"
-        )
+        normed = norm(self.model, _NORM, o_CHD, self.weights).flatten(1)
+        inner = activation_backward_(back.input_gradient(), gate, normed, kind="swiglu")
         back.parameter_gradients(inner.hidden_CF, gradients)
-        trains = gradients.trains(_NORM)
-        do_CHD, dweight, _ = elementwise.norm_backward(
-            inner.dup_CF.view_as(o_CHD),
-            o_CHD,
-            self.weights[_NORM],
-            eps=self.model.norm_eps,
-            with_parameters=trains,
-        )
-        if dweight is not None:
-            gradients.add(_NORM, dweight)
-        return do_CHD, gate
-
-    def _normed(self, o_CHD: Tensor) -> Tensor:
-        return elementwise.norm(o_CHD, self.weights[_NORM], eps=self.model.norm_eps)
+        do_CHD = inner.dup_CF.view_as(o_CHD)
+        return norm_backward(self.model, _NORM, do_CHD, o_CHD, self.weights, gradients), gate
 
     def _parts(self, name: str) -> list[Projection]:
         """Return the projections of a saved tensor."""

@@ -18,7 +18,7 @@ from sppo.model.gradients import GradientSink
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
     parameters = _norm_parameters(name, weights)
-    return elementwise.norm(x_CE, *parameters, eps=model.norm_eps, offset=model.norm_offset)
+    return elementwise.norm(x_CE, *parameters, eps=model.norm_eps, offset=is_offset(model, name))
 
 
 def add_norm_(
@@ -27,7 +27,7 @@ def add_norm_(
     """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
     parameters = _norm_parameters(name, weights)
     return elementwise.add_norm_(
-        total_CE, x_CE, *parameters, eps=model.norm_eps, offset=model.norm_offset
+        total_CE, x_CE, *parameters, eps=model.norm_eps, offset=is_offset(model, name)
     )
 
 
@@ -51,7 +51,7 @@ def norm_backward(
         x_CE,
         *_norm_parameters(name, weights),
         eps=model.norm_eps,
-        offset=model.norm_offset,
+        offset=is_offset(model, name),
         dresidual_CE=dresidual_CE,
         with_parameters=any(map(gradients.trains, names)),
     )
@@ -59,6 +59,11 @@ def norm_backward(
         if gradient is not None and gradients.trains(parameter):
             gradients.add(parameter, gradient)
     return dx
+
+
+def is_offset(model: ModelConfig, name: str) -> bool:
+    """Return whether 1 is added to the weight of a norm: never in linear attention."""
+    return model.norm_offset and not name.startswith("linear_norm")
 
 
 def _norm_parameters(name: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -8,13 +8,14 @@ the tokens.
 
 Legend: c tokens of this rank, C tokens of the whole subsequence, N query heads, K key/value heads,
 D head size, G ranks, n = N/G query heads of this rank, k = max(1, K/G) key/value heads of this
-rank.
+rank, W elements of a token on one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,10 @@ class UlyssesAllToAll:
         self._group, self.rank, self.degree = group, rank, group.size()
         self.shard = head_shard(num_heads, kv_heads, degree=self.degree)
 
+    def of_heads(self, num_heads: int, kv_heads: int) -> UlyssesAllToAll:
+        """Return the all-to-all of other heads among the same ranks."""
+        return UlyssesAllToAll(self._group, rank=self.rank, num_heads=num_heads, kv_heads=kv_heads)
+
     def to_heads(
         self,
         queries: Sequence[Tensor],
@@ -56,16 +61,19 @@ class UlyssesAllToAll:
     ) -> list[Tensor]:
         """Return queries ``[c, N, D]`` as ``[C, n, D]``, then keys ``[c, K, D]`` as ``[C, k, D]``.
 
-        All go in one all-to-all.
+        All go in one all-to-all; each may have a D of its own.
         """
         sent = [*map(self._split, queries), *map(self._split_keys, keys)]
-        heads = [tensor.shape[2] for tensor in sent]
-        out_GchD = torch.cat(sent, dim=2).contiguous()
-        tokens, row = out_GchD.shape[1], out_GchD.shape[2] * out_GchD.shape[3]
-        received = out_GchD.new_empty((sum(shard_tokens), *out_GchD.shape[2:]))
-        sizes = [count * row for count in shard_tokens], [tokens * row] * self.degree
-        dist.all_to_all_single(received.view(-1), out_GchD.view(-1), *sizes, group=self._group)
-        return [part.contiguous() for part in torch.split(received, heads, dim=1)]
+        heads = [tensor.shape[2:] for tensor in sent]
+        out_GcW = torch.cat([tensor.flatten(2) for tensor in sent], dim=2)
+        _, tokens, width = out_GcW.shape
+        received = out_GcW.new_empty((sum(shard_tokens), width))
+        sizes = [count * width for count in shard_tokens], [tokens * width] * self.degree
+        dist.all_to_all_single(received.view(-1), out_GcW.view(-1), *sizes, group=self._group)
+        parts = torch.split(received, [*map(prod, heads)], dim=1)
+        return [
+            part.contiguous().view(len(part), *of) for part, of in zip(parts, heads, strict=True)
+        ]
 
     def to_tokens(
         self,
@@ -76,15 +84,17 @@ class UlyssesAllToAll:
     ) -> list[Tensor]:
         """Return queries ``[C, n, D]`` as ``[c, N, D]``, then keys ``[C, k, D]`` as ``[c, K, D]``.
 
-        Those of keys are gradients, summed over ranks that share a head. All go in one all-to-all.
+        Those of keys are gradients, summed over ranks that share a head. All go in one all-to-all;
+        each may have a D of its own.
         """
-        sent = [*queries, *keys]
-        out_ChD = torch.cat(sent, dim=1).contiguous()
-        tokens, row = shard_tokens[self.rank], out_ChD.shape[1] * out_ChD.shape[2]
-        received = out_ChD.new_empty((self.degree, tokens, *out_ChD.shape[1:]))
-        sizes = [tokens * row] * self.degree, [count * row for count in shard_tokens]
-        dist.all_to_all_single(received.view(-1), out_ChD.view(-1), *sizes, group=self._group)
-        parts = torch.split(received, [tensor.shape[1] for tensor in sent], dim=2)
+        heads = [tensor.shape[1:] for tensor in (*queries, *keys)]
+        out_CW = torch.cat([tensor.flatten(1) for tensor in (*queries, *keys)], dim=1)
+        tokens, width = shard_tokens[self.rank], out_CW.shape[1]
+        received = out_CW.new_empty((self.degree, tokens, width))
+        sizes = [tokens * width] * self.degree, [count * width for count in shard_tokens]
+        dist.all_to_all_single(received.view(-1), out_CW.view(-1), *sizes, group=self._group)
+        split = torch.split(received, [*map(prod, heads)], dim=2)
+        parts = [part.view(self.degree, tokens, *of) for part, of in zip(split, heads, strict=True)]
         joined = [_join(part) for part in parts[: len(queries)]]
         return joined + [self._join_keys(part) for part in parts[len(queries) :]]
 

@@ -116,7 +116,7 @@ def test_a_published_shape_by_hand():
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
     (kind,) = kinds_of_model(model, EVERYTHING)
     assert layer_flops(kind) == (2 * layer, 4 * layer)
-    assert pair_flops(model) == 4 * 4096
+    assert pair_flops(model, kind) == 4 * 4096
     assert head_flops(model) == (2 * 128256 * 4096, 4 * 128256 * 4096)
     linear, quadratic = partition_costs(model)
     assert linear == 2 * (32 * layer + 128256 * 4096)
@@ -129,7 +129,7 @@ def test_a_published_shape_by_hand():
 def test_partition_costs_of_windows_are_per_token():
     model = tiny_model("window from layer 1, llama3")  # one of two layers sees 3 keys
     linear, quadratic = partition_costs(model)
-    per_pair = pair_flops(model)
+    per_pair = 4 * model.num_heads * model.head_dim
     assert quadratic == per_pair
     plain_linear, plain_quadratic = partition_costs(tiny_model(num_kv_heads=2))
     assert plain_quadratic == 2 * per_pair

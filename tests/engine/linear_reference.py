@@ -77,4 +77,6 @@ def _convolved(x_SM: Tensor, weight_MW: Tensor) -> Tensor:
     """Causal convolution of every channel, ``[S, M]``, and its activation."""
     before = weight_MW.shape[1] - 1
     padded = functional.pad(x_SM.T[None], (before, 0))
-    return functional.silu(functional.conv1d(padded, weight_MW[:, None], groups=len(weight_MW)))[0].T
+    return functional.silu(functional.conv1d(padded, weight_MW[:, None], groups=len(weight_MW)))[
+        0
+    ].T

@@ -67,6 +67,7 @@ VARIANTS = {
         "num_kv_heads": 1,
         "rotary_fraction": 0.7,
     },
+    "attention gate": {"attention_gate": True, "num_kv_heads": 2, "qk_norm": "head"},
     "experts": {"experts": EXPERTS["softmax"], "num_kv_heads": 2},
     "experts, first layer dense": {"experts": EXPERTS["glm"], "num_kv_heads": 1},
 }
@@ -85,6 +86,9 @@ def random_weights(model, *, seed=0, dtype=torch.float64, trainable=EVERYTHING):
             weight = noise * (0.7 if "embed" in name or "positions" in name else shape[-1] ** -0.5)
         elif name.endswith("norm.weight"):
             weight = 0.4 * noise + (not model.norm_offset)
+        elif name.endswith("decay.log_rate"):
+            weight = noise
+            weight[::2] -= 4  # or no state would reach beyond a few tokens
         else:
             weight = 0.5 * noise
         weights[name] = weight.to(dtype)

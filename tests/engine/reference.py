@@ -104,13 +104,13 @@ def reference_logits(
     if model.position == "learned":
         x = x + weights["positions.weight"][positions]
     for index in range(model.num_layers):
-        x = _layer(model, weights, f"layers.{index}.", x, positions, data, index, routed)
+        x = layer_output(model, weights, f"layers.{index}.", x, positions, data, index, routed)
     hidden = _norm(model, weights, "final_norm", x)
     head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
     return hidden @ head.T * model.logits_scale
 
 
-def _layer(
+def layer_output(
     model: ModelConfig,
     weights: Mapping[str, Tensor],
     prefix: str,
@@ -118,8 +118,9 @@ def _layer(
     positions_S: Tensor,
     data: SequenceData,
     index: int,
-    routed: list[Routed] | None,
+    routed: list[Routed] | None = None,
 ) -> Tensor:
+    """Output ``[S, E]`` of the layer whose parameters begin with ``prefix``."""
     before, behind = model.norm_placement != "post", model.norm_placement != "pre"
 
     def normed(name: str, x: Tensor, *, there: bool) -> Tensor:

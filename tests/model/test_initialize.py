@@ -53,6 +53,20 @@ def test_norms_are_one_and_biases_zero():
             assert weight.unique().numel() > 0.9 * weight.numel(), name
 
 
+def test_linear_attention_starts_with_finite_rates_of_decay_and_plain_norms():
+    linear = {"key_heads": 50, "value_heads": 100, "key_size": 4, "value_size": 4}
+    hybrid = model(
+        num_layers=2, norm_offset=True, layer_types=["linear", "full"], linear_attention=linear
+    )
+    weights = initial_weights(hybrid, seed=0)
+    rates = weights["layers.0.decay.log_rate"].exp()
+    assert 0.009 < rates.min() < 3
+    assert 13 < rates.max() <= 16
+    for name in ("decay.bias", "linear_norm.weight"):
+        assert torch.all(weights[f"layers.0.{name}"] == 1), name
+    assert abs(weights["layers.0.conv_v.weight"].std() / hybrid.init_std - 1) < 0.1
+
+
 def test_offsets_sinks_and_biases_of_routers_start_at_zero_and_experts_are_random():
     experts = {"count": 3, "per_token": 1, "mlp_size": 64, "router_bias": True, "bias": True}
     routed = model(

@@ -120,6 +120,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "shared_switch": True,
     },
 }
+LINEAR_ATTENTION = {
+    "key_heads": 2,
+    "value_heads": 4,
+    "key_size": 3,
+    "value_size": 5,
+    "conv_size": 4,
+}
 ROPES = {
     "": None,
     "linear": _LINEAR,
@@ -140,7 +147,7 @@ class _Short:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-_TYPES = {"s": "sliding", "f": "full"}
+_TYPES = {"s": "sliding", "f": "full", "l": "linear"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,7 +167,9 @@ class Shape(_Short):
     window_from: int = 0
     """First layer with the window."""
     pattern: str = ""
-    """Layers with the window, s, and without, f, in place of that: such as ssf."""
+    """Layers with the window, s, without, f, and with linear attention, l: such as ssf or llf."""
+    gated: bool = False
+    """Whether attention has a gate of its output."""
     rope: str = ""
     norm_eps: float = 1e-5
     rotary: float = 1.0
@@ -173,10 +182,12 @@ class Shape(_Short):
         own: dict[str, Any] = {}
         if self.window is not None:
             own["sliding_window"] = self.window
-            if self.pattern:
-                own["layer_types"] = [_TYPES[letter] for letter in self.pattern]
-            elif "layer_types" not in family:
+            if not self.pattern and "layer_types" not in family:
                 own["sliding_window_first_layer"] = self.window_from
+        if self.pattern:
+            own["layer_types"] = [_TYPES[letter] for letter in self.pattern]
+        if "l" in self.pattern:
+            own["linear_attention"] = LINEAR_ATTENTION
         if self.rope:
             own["rope_scaling"] = ROPES[self.rope]
         if self.experts:
@@ -193,6 +204,7 @@ class Shape(_Short):
                 "head_size": self.head_size,
                 "mlp_size": self.mlp_size,
                 "tie_embeddings": self.tied,
+                "attention_gate": self.gated,
                 "norm_eps": self.norm_eps,
                 "rotary_fraction": self.rotary,
             }

@@ -36,19 +36,30 @@ def test_a_rank_warms_up_with_its_share_of_a_subsequence_and_the_terms_of_the_lo
     assert terms_seen == {LossTerms(0.1, 1e-4)}
 
 
+HYBRID = {
+    "layer_types": ["linear", "full", "linear"],
+    "linear_attention": {"key_heads": 1, "value_heads": 2, "key_size": 8, "value_size": 8},
+}
+
+
 @pytest.mark.parametrize(
-    ("sections", "names"),
+    ("sections", "names", "kinds"),
     [
-        ({"adapter": {"rank": 3, "targets": "q", "layers": 2}}, {"q.lora_a", "q.lora_b"}),
-        ({"train": {"only": ["layers.2.up.*", "embed.*"]}}, {"up.weight"}),
+        ({"adapter": {"rank": 3, "targets": "q", "layers": 2}}, {"q.lora_a", "q.lora_b"}, {}),
+        ({"train": {"only": ["layers.2.up.*", "embed.*"]}}, {"up.weight"}, {}),
+        (
+            {"train": {"only": ["layers.*.linear_q.*", "layers.1.[qk].*"]}},
+            {"linear_q.weight", "q.weight", "k.weight"},
+            HYBRID,
+        ),
     ],
 )
-def test_one_layer_trains_what_trains_in_any(sections, names, work, monkeypatch):
+def test_a_layer_of_each_kind_trains_what_trains_in_any(sections, names, kinds, work, monkeypatch):
     taken, add = set(), GradientSum.product
     monkeypatch.setattr(
         GradientSum, "product", lambda self, name, **x: taken.add(name) or add(self, name, **x)
     )
-    model = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
+    model = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3, **kinds}
     run = load_run(write_run(work / "run.yaml", model=model, **sections))
     warm_up(run, lengths=(40,), device=CpuDevice())
     assert taken == names

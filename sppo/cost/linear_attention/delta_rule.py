@@ -80,14 +80,19 @@ def rule_seconds(
 ) -> tuple[Table, Table]:
     """Return the seconds of the forward and of the backward of the rule, [subsequences] each.
 
-    They are 0 without linear attention.
+    Scans run after products: a scan has a block for each head, so its steps take as long however
+    many heads a device has, and heads of other devices make it no shorter. Without linear
+    attention, the seconds are 0.
     """
     if linear is None:
         return np.zeros_like(tokens), np.zeros_like(tokens)
     device, width = workload.hardware.device, float(linear.key_size)
-    rate = device.gemm_flops_per_s(workload.dtype, tokens=tokens, width=width, product="forward")
+    rate = device.rule_flops_per_s or device.gemm_flops_per_s(
+        workload.dtype, tokens=tokens, width=width, product="forward"
+    )
     forward, backward = (
         np.maximum(work.flops / rate, work.moved_bytes / device.memory_bytes_per_s)
+        + work.steps * device.rule_step_s
         for work in rule_work(workload, linear, tokens=tokens)
     )
     return forward, backward

@@ -41,6 +41,7 @@ class ShardProviders(StageProviders):
             whole.gradients,
             whole.saved,
             whole.kv_store,
+            whole.states,
             whole.loss_terms,
             whole.loads,
             whole.results,

@@ -1,0 +1,1 @@
+"""Linear attention of the running subsequence: the store of its states, and its recurrence."""
