@@ -21,15 +21,7 @@ from sppo.config.huggingface.layer_patterns import (
     from_layer,
 )
 from sppo.config.huggingface.rope import Rope
-from sppo.config.huggingface.settings import (
-    Derived,
-    Json,
-    Key,
-    Setting,
-    flag,
-    integer,
-    whole_number,
-)
+from sppo.config.huggingface.settings import Json, Key, Setting, flag, integer, whole_number
 from sppo.config.huggingface.tensor_names import ROTARY_MODULES, TensorNames
 
 _NAMES = TensorNames(modules=ROTARY_MODULES)
@@ -68,7 +60,6 @@ def _alternating(config: Json, layer: int) -> bool:
 _EXPERTS: tuple[Setting, ...] = (
     *routed("num_experts", "moe_intermediate_size"),
     DenseLayers(),
-    Rope(),
 )
 _EXPERT_DEFAULTS: Json = {**_DEFAULTS, "decoder_sparse_step": 1, "norm_topk_prob": False}
 
@@ -88,6 +79,7 @@ QWEN2_MOE = HfFamily(
         Key("qkv_bias", "qkv_bias", flag),
         _SHARED_SIZE,
         Windows(_alternating, switch=True),
+        Rope(),
     ),
     defaults={**_EXPERT_DEFAULTS, "num_key_value_heads": 16, "qkv_bias": True},
     fixed={"experts.shared_switch": True},
@@ -101,6 +93,7 @@ QWEN3_MOE = HfFamily(
         *_EXPERTS,
         *BIASES,
         Windows(always, by_layer=False, switch=True),
+        Rope(),
     ),
     defaults={**_EXPERT_DEFAULTS, "num_key_value_heads": 4},
     fixed={"qk_norm": "head"},
@@ -127,7 +120,7 @@ _HYBRID_DEFAULTS: Json = {
 }
 _HYBRID_FIXED = {"norm_offset": True, "qk_norm": "head", "attention_gate": True}
 _CONVOLUTIONS = ("conv_q", "conv_k", "conv_v")
-_QKV, _BA = ("linear_q", "linear_k", "linear_v"), ("linear_beta", "linear_decay")
+_QKV = ("linear_q", "linear_k", "linear_v")
 _HYBRID_NAMES = TensorNames(
     modules={
         **ROTARY_MODULES,
@@ -163,7 +156,7 @@ QWEN3_5_MOE = HfFamily(
     architecture="Qwen3_5MoeForCausalLM",
     settings=(
         *rotary(mlp_size=False),
-        Derived("mlp_size", lambda config: integer(config, "moe_intermediate_size")),
+        Key("mlp_size", "moe_intermediate_size", integer),
         *routed("num_experts", "moe_intermediate_size")[:-1],
         _SHARED_SIZE,
         *_HYBRID,
@@ -186,9 +179,10 @@ QWEN3_5_MOE = HfFamily(
     skipped=("vision_config",),
     nested_in="qwen3_5_moe",
 )
+_QKVZ, _BA = (*_QKV, "linear_gate"), ("linear_beta", "linear_decay")
 QWEN3_NEXT = HfFamily(
     architecture="Qwen3NextForCausalLM",
-    settings=(*rotary(), *_EXPERTS[:-1], _SHARED_SIZE, *_HYBRID),
+    settings=(*rotary(), *_EXPERTS, _SHARED_SIZE, *_HYBRID),
     defaults={
         **_HYBRID_DEFAULTS,
         **{"num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1},
@@ -200,12 +194,12 @@ QWEN3_NEXT = HfFamily(
             **_HYBRID_NAMES.modules,
             **EXPERT_MODULES,
             **_SHARED_MODULES,
-            **dict.fromkeys((*_QKV, "linear_gate"), "linear_attn.in_proj_qkvz"),
+            **dict.fromkeys(_QKVZ, "linear_attn.in_proj_qkvz"),
             **dict.fromkeys(_BA, "linear_attn.in_proj_ba"),
         },
         groups={
             **_HYBRID_NAMES.groups,
-            **dict.fromkeys((*_QKV, "linear_gate", *_BA), "linear_attention.key_heads"),
+            **dict.fromkeys((*_QKVZ, *_BA), "linear_attention.key_heads"),
         },
     ),
     refused=REFUSED,
