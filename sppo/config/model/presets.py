@@ -219,6 +219,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "qwen3-next-80b-a3b": {
         **_qwen35_experts(48, 2048, 16, 2, 5120, count=512, per_token=10),
+        "family": "qwen3_next",
         "vocab_size": 151936,
     },
     "qwen3.5-4b": {**_qwen35(32, 2560, 16, 4, 9216, value_heads=32), "tie_embeddings": True},
