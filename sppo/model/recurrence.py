@@ -26,7 +26,8 @@ from torch.nn import functional
 
 from sppo.config.model.linear_attention import LinearAttention
 from sppo.cost.tiles import RECURRENCE_TOKENS
-from sppo.kernels.delta_rule import RuleInputs, delta_rule, state_after
+from sppo.kernels.chunked_rule import RuleOperands
+from sppo.kernels.delta_rule import delta_rule, state_after
 from sppo.kernels.elementwise import accumulation_dtype
 
 RECURRENCE_WEIGHTS = (
@@ -74,7 +75,7 @@ class Recurrence:
         wide, outputs = self._wide(state), []
         for tile in self._tiles:
             rule, rows_RM = self._rule(tile, *self._operands(tile, wide))
-            o_CHV, matrix_HKV = delta_rule(*rule)
+            o_CHV, matrix_HKV = delta_rule(rule)
             wide = State(matrix_HKV, rows_RM)
             outputs.append(o_CHV)
         return torch.cat(outputs), self._narrow(wide)
@@ -92,14 +93,14 @@ class Recurrence:
         states, dwide = [self._wide(state)], self._wide(dstate)
         for tile in self._tiles[:-1]:
             rule, rows_RM = self._rule(tile, *self._operands(tile, states[-1]))
-            states.append(State(state_after(*rule), rows_RM))
+            states.append(State(state_after(rule), rows_RM))
         dqkv_CM, dab_C2H = torch.empty_like(self.qkv_CM), torch.empty_like(self.ab_C2H)
         dweights: dict[str, Tensor] = {}
         for tile in reversed(self._tiles):
             operands = [x.requires_grad_() for x in self._operands(tile, states.pop())]
             with torch.enable_grad():
                 rule, rows_RM = self._rule(tile, *operands)
-                outputs = *delta_rule(*rule), rows_RM
+                outputs = *delta_rule(rule), rows_RM
             found = torch.autograd.grad(outputs, operands, (do_CHV[tile], *dwide))
             dmatrix_HKV, drows_RM, dqkv_CM[tile], dab_C2H[tile], *of_weights = found
             dwide = State(dmatrix_HKV, drows_RM)
@@ -115,8 +116,8 @@ class Recurrence:
         qkv_CM: Tensor,
         ab_C2H: Tensor,
         *weights: Tensor,
-    ) -> tuple[tuple[RuleInputs, Tensor, list[int]], Tensor]:
-        """Return the arguments of the rule for a tile, and the rows that are carried on."""
+    ) -> tuple[RuleOperands, Tensor]:
+        """Return the operands of the rule for a tile, and the rows that are carried on."""
         starts = [s - tile.start for s in self.starts if tile.start <= s < tile.stop]
         *conv, log_rate_H, bias_H = weights
         y_CM, rows_RM = _convolve(torch.cat([rows_RM, qkv_CM]), torch.cat(conv), starts)
@@ -126,9 +127,8 @@ class Recurrence:
         a_CH, b_CH = ab_C2H.chunk(2, 1)
         g_CH = -log_rate_H.exp() * functional.softplus(a_CH + bias_H)
         scaled = q_CJK * self.linear.key_size**-0.5, k_CJK, v_CHV
-        rounded_q, rounded_k, rounded_v = (x.to(self.qkv_CM.dtype) for x in scaled)
-        inputs = RuleInputs(rounded_q, rounded_k, rounded_v, g_CH, b_CH.sigmoid())
-        return (inputs, matrix_HKV, starts), rows_RM
+        q, k, v = (x.to(self.qkv_CM.dtype) for x in scaled)
+        return RuleOperands(q, k, v, g_CH, b_CH.sigmoid(), matrix_HKV, starts), rows_RM
 
     def _operands(self, tile: slice, state: State) -> list[Tensor]:
         """Return the differentiable arguments of :meth:`_rule`, in the accumulation dtype."""
