@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.model.hf_models import FAMILIES
+from tests.model.hf_models import FAMILIES as ALL
+from tests.model.hf_models import HYBRIDS
 from tests.test_hf_training import Case, check
 from tests.tiers import default_of, exhaustive
 
 pytest.importorskip("transformers")
 
+FAMILIES = tuple(family for family in ALL if family not in HYBRIDS)
 S, F = "sliding_attention", "full_attention"
 SIX = {"num_hidden_layers": 6}
 MOSTLY_SLIDING = {"use_sliding_window": True, "sliding_window": 9, "layer_types": [S, S, F] * 2}

@@ -16,8 +16,9 @@ from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.export_extras import chosen_extras, new_end, provenance_readme, run_extras
 from sppo.cli.printing import Screen, Unbroken, emit
+from sppo.config.huggingface.families import FAMILIES
 from sppo.config.huggingface.model_config import (
-    hf_config,
+    hf_family,
     ignored_settings,
     model_fields,
     read_config,
@@ -103,7 +104,7 @@ def from_hf(
             theirs = model_of_start(str(rope_scaling_of), output=None)
             fields |= {key: theirs[key] for key in CONTEXT_KEYS}
         model = _model(fields, source=source)
-        check_headers(source, model)
+        skipped = check_headers(source, model).skipped
         from sppo.model.huggingface.reading import open_hf_weights
         from sppo.model.huggingface.writing import DTYPES
 
@@ -113,6 +114,7 @@ def from_hf(
             kind = next(name for name, known in DTYPES.items() if known == weights.dtype)
         values = _write(destination, weights, model, kind, max_shard_bytes, read_extras(source))
     values |= {"source": str(source), "ignored": list(ignored_settings(config))}
+    values["skipped"] = dict(skipped)
     emit(lambda: values, lambda: _screen(values), as_json=json_output)
 
 
@@ -270,8 +272,9 @@ def _write(
         extra_files=extras.files,
         readme=readme,
     )
-    family = hf_config(model, dtype=dtype)["model_type"]
-    return _written(destination, family, dtype, saved, extras.files)
+    family = hf_family(model)
+    values = _written(destination, family, dtype, saved, extras.files)
+    return values | {"no_layers": list(FAMILIES[family].no_layers)}
 
 
 def _written(
@@ -339,5 +342,10 @@ def _screen(values: dict[str, Any]) -> Screen:
     for reason in dict.fromkeys(missing.values()):
         names = ", ".join(name for name, own in missing.items() if own == reason)
         yield Unbroken(f"missing: {names} ({reason})")
+    for key in values.get("no_layers", ()):
+        yield f"{key}: 0, no layers that predict further tokens"
+    if values.get("skipped"):
+        parts = (f"{counted(n, 'tensor')} of {part}" for part, n in values["skipped"].items())
+        yield f"left out: {', '.join(parts)}"
     if values.get("ignored"):
         yield f"not applied in training: {', '.join(values['ignored'])}"

@@ -75,12 +75,13 @@ PASS_NAMES = ("forward", "backward", "weight", "linear_recompute", "attention_re
 """Passes over a layer: F, the input half of B without recomputation, the weight half of B, and the
 recomputation of the linear class and of attention."""
 PART_NAMES = (
-    *("products", "attention", "elementwise", "gradient_sums"),
+    *("products", "attention", "rule", "elementwise", "gradient_sums"),
     *("exchange", "launches"),
 )
-"""Parts of a pass: matrix products; attention kernels; norms, rotation, activation functions,
-residuals, casts and copies; reading and writing fp32 sums of weight gradients, unless products
-include this traffic; communication inside a sequence-parallel group; fixed costs of kernels."""
+"""Parts of a pass: matrix products; attention kernels; the rule of linear attention; norms,
+rotation, activation functions, residuals, casts and copies; reading and writing fp32 sums of weight
+gradients, unless products include this traffic; communication inside a sequence-parallel group;
+fixed costs of kernels."""
 
 Parts = Mapping[str, Table]
 """Seconds of a pass over each subsequence, [subsequences], by part."""
@@ -129,7 +130,8 @@ def layer_parts(
     passes: dict[str, dict[str, Table]] = {
         "forward": {
             "products": _products(workload, matrices, tokens=here, product="forward"),
-            "attention": attention + rule,
+            "attention": attention,
+            "rule": rule,
             "elementwise": elementwise["forward"] + sum(saving.values()),
             "exchange": exchange,
             "launches": forward_kernels * device.kernel_s,
@@ -137,7 +139,8 @@ def layer_parts(
         "backward": {
             "products": _products(workload, matrices, tokens=here, product="input")
             + _products(workload, kind.repeated, tokens=here, product="forward"),
-            "attention": attention_backward + rule_backward,
+            "attention": attention_backward,
+            "rule": rule_backward,
             "elementwise": elementwise["backward"],
             "exchange": exchange * times["backward"],
             "launches": backward_kernels * device.kernel_s,

@@ -53,7 +53,7 @@ _SecondsPerByte = Annotated[float, Field(ge=0, le=1)]
 _Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
 _Count = Annotated[int, Field(ge=1, le=1 << 30)]
 _OptionalRate = Annotated[float, Field(ge=0, le=1e15)]
-"""Bytes per second; 0 where nothing is copied, or no bound is known."""
+"""Bytes or FLOPs per second; 0 where nothing is copied, or no bound or rate is known."""
 _LEAST_RATE = 1e-3
 _MOST_POINTS = Field(max_length=4096)
 
@@ -79,6 +79,10 @@ class DeviceSpec:
         document_forward_s: Seconds that a short document adds to an attention forward on a CPU,
             which computes documents one by one; 0 if not measured.
         document_backward_s: Seconds that a short document adds to an attention backward.
+        rule_flops_per_s: Rate of the products of the gated delta rule of linear attention; 0 if not
+            known, for that of matrix products.
+        rule_step_s: Seconds of each chunk in a scan of that rule, which passes a state from chunk
+            to chunk; 0 if not known.
         half_products: Whether a CPU multiplies bf16 matrices by oneDNN, which compiles code for
             every shape; otherwise tiles are cast to fp32 (:mod:`sppo.kernels.half_products`).
         gemm_points: Measured matrix products; if empty, `gemm_efficiency` is used.
@@ -106,6 +110,8 @@ class DeviceSpec:
     kernel_s: _Seconds
     document_forward_s: _Seconds = 0.0
     document_backward_s: _Seconds = 0.0
+    rule_flops_per_s: _OptionalRate = 0.0
+    rule_step_s: _Seconds = 0.0
     half_products: bool = True
     gemm_points: Annotated[tuple[GemmPoint, ...], _MOST_POINTS] = ()
     attention_points: Annotated[tuple[AttentionPoint, ...], _MOST_POINTS] = ()

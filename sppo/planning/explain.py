@@ -18,6 +18,7 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 PARTS: Mapping[str, str] = {
     "products": "matrix products",
     "attention": "attention",
+    "rule": "delta rule",
     "elementwise": "element-wise kernels",
     "gradient_sums": "fp32 gradient sums",
     "launches": "kernel launches",
@@ -35,7 +36,7 @@ PARTS: Mapping[str, str] = {
 }
 """Labels of the parts of a rank's step, by name in JSON, in the order of tables."""
 
-_COMPUTE = ("matrix products", "attention")
+_COMPUTE = ("matrix products", "attention", "delta rule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,13 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     candidate = evaluated.candidate
     workload, hardware = candidate.workload, candidate.workload.hardware
     device, node, network = hardware.device, hardware.node, hardware.network
-    products_s, attention_s = (
-        sum(stage[part] for stage in stage_parts(candidate)) for part in ("products", "attention")
+    products_s, attention_s, rule_s = (
+        sum(stage[part] for stage in stage_parts(candidate))
+        for part in ("products", "attention", "rule")
     )
     # Attention's backward also counts what it recomputes.
     nothing = evaluated.placement._replace(recomputed=0 * evaluated.placement.recomputed)
-    products, attention = flops_of_parts(candidate, nothing)
+    products, attention, rule = flops_of_parts(candidate, nothing)
     ignored = (1 - workload.label_share) * sum(candidate.lengths)
     products -= ignored * sum(head_flops(workload.model, workload.trainable))
     degree, devices = workload.sequence_parallel_degree, evaluated.degrees.num_devices
@@ -108,6 +110,8 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
         "attention": attention / degree / attention_s,
         "memory bandwidth": device.memory_bytes_per_s,
     }
+    if rule:
+        rates["delta rule"] = rule / degree / rule_s
     if min(devices, node.num_devices) > 1:
         rates["links inside a node"] = network.intra_node_bytes_per_s
     if devices > node.num_devices:

@@ -13,8 +13,14 @@ from sppo.config.huggingface.model_config import (
     model_fields,
     read_config,
 )
-from tests.model.hf_models import FAMILIES
+from tests.model.hf_models import FAMILIES, MROPE
 from tests.tiers import examples
+
+HYBRID = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+    **{"linear_key_head_dim": 6, "linear_value_head_dim": 10},
+}
+"""Keys that families with linear attention must have."""
 
 EXPERTS = {
     "mixtral": {},
@@ -26,6 +32,13 @@ EXPERTS = {
     "olmoe": {"num_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
     "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 12},
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe_text"),
+        {
+            **{"num_experts": 8, "moe_intermediate_size": 12},
+            **{"shared_expert_intermediate_size": 16, **HYBRID},
+        },
+    ),
 }
 """Keys that families with experts must have."""
 
@@ -44,6 +57,9 @@ PUBLISHED = {
     "qwen3": "qwen3",
     "qwen3-30b": "qwen3_moe",
     "qwen3-235b": "qwen3_moe",
+    "qwen3-next": "qwen3_next",
+    "qwen3.5": "qwen3_5_text",
+    "qwen3.5-35b": "qwen3_5_moe_text",
     "mistral": "mistral",
     "ministral": "ministral",
     "mixtral": "mixtral",
@@ -363,6 +379,8 @@ OLDER_KEYS = [
     ("smollm3", {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 9}),
     ("qwen2_moe", {"use_sliding_window": True}),
     ("qwen3_moe", {"use_sliding_window": True, "mlp_only_layers": [0]}),
+    ("qwen3_next", {"full_attention_interval": 2, "mlp_only_layers": [0], "rope_theta": 1e7}),
+    ("qwen3_5_text", {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}}),
 ]
 
 
@@ -373,6 +391,8 @@ def test_missing_and_older_keys_mean_what_they_mean_in_transformers(auto_config,
         sizes = GPT2_SIZES
     elif family in EXPERTS:
         sizes |= {"num_experts_per_tok": 2, **EXPERTS[family]}
+    elif family == "qwen3_5_text":
+        sizes |= HYBRID
     elif family == "ministral":
         sizes |= {"head_dim": 12}  # transformers needs it in ministral
     full = auto_config.for_model(family, **copy.deepcopy({**sizes, **keys})).to_dict()

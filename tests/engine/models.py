@@ -67,6 +67,7 @@ VARIANTS = {
         "num_kv_heads": 1,
         "rotary_fraction": 0.7,
     },
+    "attention gate": {"attention_gate": True, "num_kv_heads": 2, "qk_norm": "head"},
     "experts": {"experts": EXPERTS["softmax"], "num_kv_heads": 2},
     "experts, first layer dense": {"experts": EXPERTS["glm"], "num_kv_heads": 1},
 }

@@ -21,6 +21,9 @@ LLAMA3 = {
 }
 """Keys of a ``rope_scaling``."""
 
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+"""Keys of positions in images, which are equal in texts."""
+
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -38,6 +41,12 @@ _ROTARY = {
     "max_position_embeddings": 256,
 }
 _SIX = {**_ROTARY, "num_hidden_layers": 6, "pad_token_id": None}
+_LINEAR = {
+    **{**_ROTARY, "num_hidden_layers": 8, "head_dim": 8, "pad_token_id": None},
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_conv_kernel_dim": 4},
+    **{"linear_num_value_heads": 4, "linear_value_head_dim": 10},
+}
+"""Six of eight layers have linear attention."""
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # Where a family lets them differ, hidden_size 24 is not num_attention_heads * head_dim = 60.
 _TINY = {
@@ -93,10 +102,22 @@ _TINY = {
         **{"n_group": 3, "topk_group": 2, "first_k_dense_replace": 2, "num_mtp_layers": 0},
         **{"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
     },
+    "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 20},
+    "qwen3_5_text": {
+        **{**_LINEAR, "attention_bias": True, "linear_conv_kernel_dim": 3},
+        "rope_parameters": {**MROPE, "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_5_moe_text": {
+        **{**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 20},
+        **{"tie_word_embeddings": True, "full_attention_interval": 3},
+    },
 }
-"""Six layers, where some are different: each kind occurs twice. Windows are shorter than tests."""
+"""Six or eight layers, where some are different: each kind occurs twice. Windows are shorter than
+tests."""
 
 FAMILIES = tuple(_TINY)
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families with linear attention."""
 _SIZES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -130,14 +151,20 @@ def tiny_hf_model(family, *, seed=0, **options):
 
 @torch.no_grad()
 def randomize(model, *, seed):
-    """Factors of norms near one, everything else near zero and large enough to matter."""
-    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+    """Factors of norms near one, everything else near zero and large enough to matter.
+
+    Half of the heads with linear attention forget slowly, so that a lost state is seen.
+    """
+    offset = 1.0 if model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5")) else 0.0
     generator = torch.Generator().manual_seed(seed)
     biases = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
         noise = torch.randn(parameter.shape, generator=generator) * 0.15
         is_norm = parameter.dim() == 1 and name.endswith("weight")
-        parameter.copy_(noise + 1.0 - offset if is_norm else noise)
+        one = 1.0 if name.endswith("linear_attn.norm.weight") else 1.0 - offset
+        parameter.copy_(noise + one if is_norm else noise)
+        if name.endswith("A_log"):
+            parameter[::2] -= 4.0
 
 
 @torch.no_grad()

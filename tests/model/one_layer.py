@@ -16,7 +16,6 @@ from sppo.model.rope import RotaryTables
 LINEAR_ATTENTION = {"key_heads": 2, "value_heads": 4, "key_size": 6, "value_size": 8}
 HYBRID = {"layer_types": ["linear", "full"], "linear_attention": LINEAR_ATTENTION}
 MIXERS = {
-    "attention gate, q/k-norm": {"attention_gate": True, "qk_norm": "head", "num_kv_heads": 2},
     "attention gate, sinks, biases": {
         "attention_gate": True,
         "attention_sinks": True,

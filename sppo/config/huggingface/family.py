@@ -48,6 +48,8 @@ class HfFamily:
     """Keys by their other names."""
     no_dropout: tuple[str, ...] = ("attention_dropout",)
     """Keys that are written as 0, since models were trained without dropout."""
+    no_layers: tuple[str, ...] = ()
+    """Keys of layers that predict further tokens: written as 0, since their tensors are skipped."""
     skipped: tuple[str, ...] = ()
     """Keys of parts of a model whose tensors are skipped."""
     nested_in: str = ""
@@ -72,9 +74,11 @@ class HfFamily:
         flat = dict(self.fixed)
         for setting in self.settings:
             flat |= setting.read(values)
-        fields = {name: value for name, value in flat.items() if "." not in name}
-        experts = {n.partition(".")[2]: value for n, value in flat.items() if "." in n}
-        return fields | {"experts": experts} if experts else fields
+        fields: dict[str, Any] = {}
+        for name, value in flat.items():
+            section, _, own = name.rpartition(".")
+            (fields.setdefault(section, {}) if section else fields)[own] = value
+        return fields
 
     def _with_own_names(self, config: Json) -> Json:
         """Return the settings by the family's own names, with its defaults for those absent.
@@ -88,6 +92,7 @@ class HfFamily:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of any model; :meth:`misfits` says whether they describe it."""
         config: dict[str, Any] = dict.fromkeys(self.no_dropout, 0.0)
+        config |= dict.fromkeys(self.no_layers, 0)
         for setting in self.settings:
             config |= setting.write(model)
         return config
@@ -120,24 +125,26 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     unused = {"rope_theta", "rotary_fraction", "rotary_layers"}
     if model.position == "rotary":
         unused = {"max_positions"}
-    if all(kind.routed for kind in types):
+    if all(own.routed for own in types):
         unused |= {"mlp_size", "mlp_bias"}
     unused |= NOT_COMPUTED
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields if name not in unused}
     fields["attention_scale"] = score_scale(model)
     fields["layer_types"] = shortest_pattern(
-        ["full" if kind.window is None else "sliding" for kind in types]
+        ["linear" if own.linear else "full" if own.window is None else "sliding" for own in types]
     )
     if model.position == "rotary":
-        fields["rotary_layers"] = shortest_pattern([kind.rotation is not None for kind in types])
+        rotated = [own.rotation is not None for own in types if not own.linear]
+        fields["rotary_layers"] = shortest_pattern(rotated)
     if not model.has_windows:
         fields["sliding_window"] = None
     alike = model.rope_scaling is None and model.sliding_rope_theta == model.rope_theta
     if alike or not model.has_windows:
         fields["sliding_rope_theta"] = None
-    if model.experts is not None:
-        fields["experts"] = "not null"
-        fields |= {f"experts.{name}": value for name, value in model.experts}
+    for section in ("experts", "linear_attention"):
+        if fields[section] is not None:
+            fields |= {f"{section}.{name}": value for name, value in fields[section]}
+            fields[section] = "not null"
     return fields
 
 

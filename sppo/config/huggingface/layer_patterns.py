@@ -17,7 +17,8 @@ from sppo.config.huggingface.settings import (
 )
 from sppo.config.model import ModelConfig
 
-_TYPES = {"full_attention": False, "sliding_attention": True}
+_KEY = "layer_types"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def never(config: Json, layer: int) -> bool:
@@ -77,25 +78,21 @@ class Windows:
         usual = [used and self.usual(config, layer) for layer in layers]
         windowed = self._given(config, usual=usual, used=used)
         if not any(windowed):
-            return {"sliding_window": None, "layer_types": None}
+            return {"sliding_window": None, _KEY: None}
         types = shortest_pattern(["sliding" if one else "full" for one in windowed])
         window = integer(config, "sliding_window")
-        return {"sliding_window": window, "layer_types": None if all(windowed) else types}
+        return {"sliding_window": window, _KEY: None if all(windowed) else types}
 
     def _given(self, config: Json, *, usual: list[bool], used: bool) -> list[bool]:
         """Return whether each layer has a window according to ``layer_types``."""
-        key, types = "layer_types", config.get("layer_types")
+        types = _layer_types(config, (_FULL, _SLIDING))
         if types is None:
             return usual
-        if not isinstance(types, list) or len(types) != len(usual):
-            raise refusal(key, types, f"one entry for each of {len(usual)} layers")
-        if any(not isinstance(kind, str) or kind not in _TYPES for kind in types):
-            raise refusal(key, types, ", ".join(_TYPES))
-        windowed = [_TYPES[kind] for kind in types]
+        windowed = [kind == _SLIDING for kind in types]
         if any(windowed) and not used:
-            raise refusal(key, types, "full_attention only, as no sliding_window is in use")
+            raise refusal(_KEY, types, f"{_FULL} only, as no sliding_window is in use")
         if windowed != usual and not self.by_layer:
-            raise refusal(key, types, "sliding_attention in all layers, or in none")
+            raise refusal(_KEY, types, f"{_SLIDING} in all layers, or in none")
         return windowed
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -110,9 +107,37 @@ class Windows:
         if self.first:
             keys["max_window_layers"] = windows.index(window) if window else model.num_layers
         if self.by_layer:
-            names = list(_TYPES)
-            keys["layer_types"] = [names[one is not None] for one in windows]
+            keys[_KEY] = [_FULL if one is None else _SLIDING for one in windows]
         return keys
+
+
+def _layer_types(config: Json, known: tuple[str, ...]) -> list[str] | None:
+    """Return the types of all layers; None if the key is absent or null."""
+    types, count = config.get(_KEY), len(layer_numbers(config))
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != count:
+        raise refusal(_KEY, types, f"one entry for each of {count} layers")
+    if any(kind not in known for kind in types):
+        raise refusal(_KEY, types, ", ".join(known))
+    return types
+
+
+class LinearLayers:
+    """Key of the layers that have linear attention (Qwen3-Next)."""
+
+    def read(self, config: Json) -> dict[str, Any]:
+        """Return the types of layers."""
+        types = _layer_types(config, (_FULL, _LINEAR))
+        if types is None:
+            linear = all_but_every(4, key="full_attention_interval")
+            types = [_LINEAR if linear(config, i) else _FULL for i in layer_numbers(config)]
+        return {_KEY: shortest_pattern([kind.removesuffix("_attention") for kind in types])}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the key."""
+        types = [model.layer_type(layer) for layer in range(model.num_layers)]
+        return {_KEY: [_LINEAR if own.linear else _FULL for own in types]}
 
 
 def _rotated(config: Json) -> list[bool]:

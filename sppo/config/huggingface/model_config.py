@@ -16,7 +16,7 @@ from sppo.config.model import Family, ModelConfig
 from sppo.quoting import quoted
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-_NESTED = "text_config"
+_NESTED, _TIED = "text_config", "tie_word_embeddings"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -60,19 +60,25 @@ def model_fields(config: Json) -> dict[str, Any]:
 
 
 def _text_config(config: Json) -> Json:
-    """Return the settings of the language model in those of a model that also sees."""
+    """Return the settings of the language model in those of a model that also sees.
+
+    Whether embeddings are tied is a setting of the whole model, unless that leaves it out.
+    """
     for name, family in FAMILIES.items():
         if family.nested_in and config.get("model_type") == family.nested_in:
             text = config.get(_NESTED)
             if not isinstance(text, dict):
                 raise refusal(_NESTED, text, "a mapping of settings")
-            return {**config, **text, "model_type": name}
+            tied = {key: value for key, value in config.items() if key == _TIED}
+            return {**config, **text, **tied, "model_type": name}
     return config
 
 
 def ignored_settings(config: Json) -> tuple[str, ...]:
     """Return the settings in a ``config.json`` that training ignores, as ``key value`` texts."""
-    keys = {key for family in FAMILIES.values() for key in (*family.no_dropout, *family.skipped)}
+    keys: set[str] = set()
+    for family in FAMILIES.values():
+        keys |= {*family.no_dropout, *family.no_layers, *family.skipped}
     values = _text_config(config)
     return tuple(f"{key} {quoted(values[key])}" for key in sorted(keys) if values.get(key))
 

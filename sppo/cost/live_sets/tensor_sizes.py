@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from sppo.activations.tensor_classes import mlp_widths
+from sppo.config.model import LinearAttention
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer_kinds import LayerKind, layer_kinds, num_rotations
 from sppo.cost.trainable import LORA_A
@@ -92,6 +93,8 @@ class TensorSizes:
         """Bytes of the gradient of k, or v, of one token in the key heads of one device."""
         self.lse_bytes = self.pooled(accumulation * model.num_heads)
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
+        self.attention_gate_bytes = self.query_bytes * model.attention_gate
+        """Bytes of the gate of the output of attention; 0 without one."""
         self.kind = kind or layer_kinds(model, workload.trainable)[-1]
         """Type of the layer, its adapters, and what trains in it."""
         self.is_shard = is_shard
@@ -137,6 +140,26 @@ class TensorSizes:
         """Bytes of the inputs of all activations of the MLP: gates and ups, or up alone."""
         compute = self.tokens * self.element_bytes
         return sum(self.pooled(compute * width) for width in self._mlp_widths.values())
+
+    @property
+    def linear(self) -> LinearAttention:
+        """Linear attention of a layer that has it."""
+        assert self.kind.linear is not None, "the layer has linear attention"
+        return self.kind.linear
+
+    @property
+    def linear_input_bytes(self) -> int:
+        """Bytes of the inputs of the recurrence: before the convolution, and decays and strengths.
+
+        Also those of their gradients.
+        """
+        widths = self.linear.conv_width, 2 * self.linear.value_heads
+        return sum(self.pooled(self.tokens * self.element_bytes * width) for width in widths)
+
+    @property
+    def values_bytes(self) -> int:
+        """Bytes of the outputs of the recurrence, of their gate, or a gradient of one of them."""
+        return self.pooled(self.tokens * self.element_bytes * self.linear.values_width)
 
     @property
     def rotary_bytes(self) -> int:

@@ -52,11 +52,15 @@ class StoredWeights:
 
     Attributes:
         tensors: Tensors of the model and no others, by bare name.
+        layout: What lies in each of them.
         tied_head: Vocabulary projection that a tied model stores as well; None if absent.
+        skipped: Number of tensors of each other part of a model, such as a vision tower.
     """
 
     tensors: Mapping[str, StoredTensor]
+    layout: tuple[HfTensor, ...]
     tied_head: StoredTensor | None
+    skipped: Mapping[str, int]
 
 
 def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
@@ -66,9 +70,10 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
         ValueError: Missing, unknown or misshapen tensors (up to eight of each are listed), types
             other than 16, 32 or 64-bit floating point, or damaged files.
     """
-    stored = without_other_parts(stored_tensors(directory), model)
+    stored, skipped = without_other_parts(stored_tensors(directory), model)
     tied_head = stored.pop(HEAD, None) if model.tie_embeddings else None
-    faults = tensor_faults(stored, {tensor.name: tensor for tensor in hf_tensors(model)})
+    layout = hf_tensors(model, stored)
+    faults = tensor_faults(stored, {tensor.name: tensor for tensor in layout})
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise ValueError(
@@ -76,7 +81,7 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
             "give the whole directory as it was published; in a run file leave out what changes"
             " shapes beside model.from_hf"
         )
-    return StoredWeights(stored, tied_head)
+    return StoredWeights(stored, layout, tied_head, skipped)
 
 
 def tensor_faults(

@@ -91,7 +91,8 @@ def peft_tensors(model: ModelConfig, trainable: Trainable) -> tuple[HfTensor, ..
 def _unnamed(model: ModelConfig) -> dict[str, str]:
     """Return the reasons why PEFT's files cannot hold adapters of some projections."""
     found, modules = {}, names_of(model).modules
-    experts = {name.rpartition(".")[2] for name in modules.values() if EXPERT in name}
+    names = [*modules.values(), *names_of(model).others.values()]
+    experts = {name.rpartition(".")[2] for name in names if EXPERT in name}
     for target, name in modules.items():
         word = name.rpartition(".")[2]
         parts = [other for other, theirs in modules.items() if theirs == name]

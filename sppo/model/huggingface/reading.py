@@ -14,7 +14,7 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.model.huggingface.files import StoredTensor, check_headers
 from sppo.model.huggingface.layouts import part_values
-from sppo.model.huggingface.stored_tensors import HfPart, HfTensor, hf_tensors, stored_shapes
+from sppo.model.huggingface.stored_tensors import HfPart, HfTensor, stored_shapes
 
 _DTYPES = {
     "F64": torch.float64,
@@ -96,7 +96,7 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
     """
     directory = Path(directory)
     stored = check_headers(directory, model)
-    weights = HfWeights(stored_shapes(model), hf_tensors(model), stored.tensors)
+    weights = HfWeights(stored_shapes(model), stored.layout, stored.tensors)
     if stored.tied_head is not None:
         _check_tied(directory, stored.tied_head, weights["embed.weight"])
     return weights

@@ -7,12 +7,14 @@ parameters stacked along the outputs, or the share of one expert in a parameter 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from sppo.config.huggingface.families import FAMILIES
 from sppo.config.huggingface.model_config import hf_family
+from sppo.config.huggingface.settings import field_of
 from sppo.config.huggingface.tensor_names import EXPERT, TensorNames
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, choice_bias_shapes, parameter_shapes
@@ -35,7 +37,7 @@ class HfPart(NamedTuple):
     name: str
     """SPPO's name of the parameter."""
     rows: slice = slice(None)
-    """Outputs of the tensor that belong to the parameter."""
+    """Outputs of each group of the tensor that belong to the parameter."""
     expert: int | None = None
     """Expert of the parameter whose tensor it is; None for the whole parameter."""
     head_rows: tuple[int, ...] = ()
@@ -58,8 +60,12 @@ class HfTensor:
     """True if the last two dimensions are stored as ``[inputs, outputs]``."""
     stacked: bool = False
     """True if the first dimension counts experts, so that the outputs are in the second one."""
+    depthwise: bool = False
+    """True if a dimension of one lies between outputs and inputs."""
+    groups: int = 1
+    """Number of equal groups of outputs, each of which has its share of every parameter."""
     is_fp32: bool = False
-    """True if the tensor is written in fp32, whatever the type of the others."""
+    """True if the tensor is written in fp32 beside those of a shorter type."""
 
     @property
     def full_name(self) -> str:
@@ -72,13 +78,23 @@ def names_of(model: ModelConfig) -> TensorNames:
     return FAMILIES[hf_family(model)].tensors
 
 
-def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
+def hf_tensors(model: ModelConfig, stored: Collection[str] = ()) -> tuple[HfTensor, ...]:
     """Return the tensors of a Hugging Face directory of ``model``, ordered as ``stored_shapes``.
+
+    Args:
+        model: Shape of the model.
+        stored: Bare names in the directory, which say what layout it has; () for that of a new one.
 
     Raises:
         ValueError: No Hugging Face family computes exactly this model.
     """
-    names, shapes = names_of(model), stored_shapes(model)
+    layouts = [_tensors_of_layout(model, names) for names in names_of(model).layouts]
+    return max(layouts, key=lambda tensors: sum(tensor.name in stored for tensor in tensors))
+
+
+def _tensors_of_layout(model: ModelConfig, names: TensorNames) -> tuple[HfTensor, ...]:
+    """Return the tensors of a directory of one layout."""
+    shapes = stored_shapes(model)
     groups: dict[str, list[str]] = {}
     tensors: dict[str, HfTensor] = {}
     for ours in shapes:
@@ -108,19 +124,25 @@ def bare_name(stored: str) -> str:
     return _PREFIX.sub("", stored)
 
 
-def without_other_parts(stored: Mapping[str, Entry], model: ModelConfig) -> dict[str, Entry]:
-    """Return stored tensors by bare name, without those of other parts of a model.
+def without_other_parts(
+    stored: Mapping[str, Entry], model: ModelConfig
+) -> tuple[dict[str, Entry], dict[str, int]]:
+    """Return stored tensors by bare name, and the number of those of each other part of a model.
 
     These are a vision tower, and layers behind the last one that predict further tokens.
     """
     names = names_of(model)
-
-    def is_other(name: str) -> bool:
+    own: dict[str, Entry] = {}
+    others = Counter[str]()
+    for name, tensor in stored.items():
         layer = _LAYER.match(name)
-        later = layer is not None and int(layer[1]) >= model.num_layers
-        return (later and names.has_later_layers) or re.search(names.skipped, name) is not None
-
-    return {name: tensor for name, tensor in stored.items() if not is_other(name)}
+        if layer and names.has_later_layers and int(layer[1]) >= model.num_layers:
+            others[layer[0][:-1]] += 1
+        elif re.search(names.skipped, name):
+            others[name.partition(".")[0]] += 1
+        else:
+            own[name] = tensor
+    return own, others
 
 
 def is_buffer(name: str) -> bool:
@@ -151,19 +173,28 @@ def _tensors(
         ]
     stacked = module.startswith("expert_")
     axis = 1 if stacked else 0
-    outputs = [shapes[part][axis] for part in parts]
-    shape = [*shapes[parts[0]]]
-    shape[axis] = sum(outputs)
+    groups = field_of(model, names.groups[module]) if module in names.groups else 1
+    shape, found, end = [*shapes[parts[0]]], [], 0
+    for part in sorted(parts, key=names.place):
+        begin, end = end, end + shapes[part][axis] // groups
+        order = head_rows(part.split(".")[-2], model, names)
+        found.append(HfPart(part, rows=slice(begin, end), head_rows=order))
+    shape[axis] = groups * end
     transposed = module in names.transposed and len(shape) - axis == 2
     if transposed:
         shape[-2:] = shape[:-3:-1]
-    found = []
-    for i, part in enumerate(parts):
-        rows = slice(sum(outputs[:i]), sum(outputs[: i + 1]))
-        if module in names.alternating:
-            rows = slice(i, None, len(parts))
-        order = head_rows(part.split(".")[-2], model, names)
-        found.append(HfPart(part, rows=rows, head_rows=order))
-    prefix = "" if stored == HEAD else names.prefix
-    is_fp32 = ".".join(parts[0].split(".")[2:]) in names.fp32
-    return [HfTensor(stored, prefix, tuple(shape), tuple(found), transposed, stacked, is_fp32)]
+    if module in names.depthwise:
+        shape.insert(1, 1)
+    return [
+        HfTensor(
+            name=stored,
+            prefix="" if stored == HEAD else names.prefix,
+            shape=tuple(shape),
+            parts=tuple(found),
+            transposed=transposed,
+            stacked=stacked,
+            depthwise=module in names.depthwise,
+            groups=groups,
+            is_fp32=".".join(parts[0].split(".")[2:]) in names.fp32,
+        )
+    ]

@@ -134,7 +134,8 @@ def plan_shards(sizes: Mapping[str, int], *, max_shard_bytes: int) -> dict[str, 
 
 
 def _stored_type(tensor: HfTensor, dtype: str) -> torch.dtype:
-    return torch.float32 if tensor.is_fp32 else DTYPES[dtype]
+    stored = DTYPES[dtype]
+    return torch.promote_types(stored, torch.float32) if tensor.is_fp32 else stored
 
 
 def _check_names(weights: Mapping[str, Tensor], model: ModelConfig) -> None:

@@ -34,5 +34,8 @@ FAMILIES: Mapping[Family, HfFamily] = {
     "olmoe": experts.OLMOE,
     "gpt_oss": experts.GPT_OSS,
     "glm4_moe": experts.GLM4_MOE,
+    "qwen3_5_text": qwen.QWEN3_5,
+    "qwen3_5_moe_text": qwen.QWEN3_5_MOE,
+    "qwen3_next": qwen.QWEN3_NEXT,
 }
 """Families by name, in the order in which one is chosen for a model without a family."""

@@ -125,7 +125,7 @@ GPT_OSS = HfFamily(
             "expert_down.bias": "mlp.experts.down_proj_bias",
         },
         transposed=frozenset({"expert_gate", "expert_up", "expert_down"}),
-        alternating=frozenset({"expert_gate", "expert_up"}),
+        groups=dict.fromkeys(("expert_gate", "expert_up"), "experts.mlp_size"),
     ),
     refused={
         **REFUSED,
@@ -198,5 +198,5 @@ GLM4_MOE = HfFamily(
     ),
     refused=REFUSED,
     aliases={"num_local_experts": "n_routed_experts"},
-    skipped=("num_nextn_predict_layers",),
+    no_layers=("num_nextn_predict_layers",),
 )

@@ -18,10 +18,6 @@ REFUSED_FAMILIES: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _MLA),
     **dict.fromkeys(("phi", "cohere", "cohere2", "gptj", "gpt_neox"), _PARALLEL),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mllama", "llama4"), _VISION),
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
-        "no linear attention (gated delta rule); use qwen3 or qwen3_moe",
-    ),
     "ministral3": "no scale of queries that depends on the position; use ministral",
 }
 """Reasons why families are refused, and families to use in place of them, by ``model_type``."""
