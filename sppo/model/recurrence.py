@@ -71,13 +71,12 @@ class Recurrence:
 
     def forward(self, state: State | None) -> tuple[Tensor, State]:
         """Return the outputs ``[C, H, V]`` and the state behind, from that before, or zeros."""
-        wide, outputs = self._wide(state), []
+        wide = self._wide(state)
+        heads = self.ab_C2H.shape[1] // 2
+        o_CHV = self.qkv_CM.new_empty(len(self.qkv_CM), heads, self.linear.value_size)
         for tile in self._tiles:
-            rule, rows_RM = self._rule(tile, *self._operands(tile, wide))
-            o_CHV, matrix_HKV = delta_rule(rule)
-            wide = State(matrix_HKV, rows_RM)
-            outputs.append(o_CHV)
-        return torch.cat(outputs), self._narrow(wide)
+            o_CHV[tile], wide = self._tile_forward(tile, wide)
+        return o_CHV, self._narrow(wide)
 
     def backward(
         self, do_CHV: Tensor, dstate: State | None, state: State | None
@@ -102,6 +101,12 @@ class Recurrence:
                 dweights[name] = dweights[name] + gradient if name in dweights else gradient
         return dqkv_CM, dab_C2H, dweights, self._narrow(dwide)
 
+    def _tile_forward(self, tile: slice, state: State) -> tuple[Tensor, State]:
+        """Return the outputs of a tile, and the state behind it, from that before."""
+        rule, rows_RM = self._rule(tile, *self._operands(tile, state))
+        o_CHV, matrix_HKV = delta_rule(rule)
+        return o_CHV, State(matrix_HKV, rows_RM)
+
     def _tile_state(self, tile: slice, state: State) -> State:
         """Return the state behind a tile, from that before."""
         rule, rows_RM = self._rule(tile, *self._operands(tile, state))
@@ -115,7 +120,8 @@ class Recurrence:
         with torch.enable_grad():
             rule, rows_RM = self._rule(tile, *operands)
             outputs = *delta_rule(rule), rows_RM
-        dmatrix_HKV, drows_RM, *others = torch.autograd.grad(outputs, operands, (do_CHV, *dstate))
+        found = torch.autograd.grad(outputs, operands, (do_CHV, *dstate))
+        dmatrix_HKV, drows_RM, *others = found
         return State(dmatrix_HKV, drows_RM.clone()), *others
 
     def _rule(
