@@ -48,8 +48,7 @@ class State(NamedTuple):
     matrix_HKV: Tensor
     """State of the rule, fp32 or better."""
     rows_RM: Tensor
-    """Last rows before the convolution, zero before the document; their gradient is in fp32 or
-    better."""
+    """Last rows before the convolution, in the compute dtype, zero before the document."""
 
 
 @dataclass(frozen=True, slots=True)
