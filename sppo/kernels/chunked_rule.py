@@ -51,17 +51,17 @@ class RuleOperands(NamedTuple):
 
 def chunked_rule(x: RuleOperands) -> tuple[Tensor, Tensor]:
     """Return the outputs ``[C, H, V]``, in v's dtype, and the state after the last token."""
-    q, k, before, between, delta, states = _scan(x)
-    o_BLV = (before * q).flatten(0, 2) @ states[:-1].flatten(0, 1)
+    q, k, before, between, delta, states, last = _scan(x)
+    o_BLV = (before * q).flatten(0, 2) @ states.flatten(0, 1)
     scores_BLL = (between * (q @ k.mT)).flatten(0, 2)
     o_BLV = torch.baddbmm(o_BLV, scores_BLL, delta.flatten(0, 1))
     o_CHV = o_BLV.view_as(delta).movedim(2, 1).flatten(0, 1)[: len(x.v_CHV)]
-    return o_CHV.to(x.v_CHV.dtype), states[-1].clone()
+    return o_CHV.to(x.v_CHV.dtype), last
 
 
 def chunked_state(x: RuleOperands) -> Tensor:
     """Return the state after the last token, without the outputs."""
-    return _scan(x)[-1][-1].clone()
+    return _scan(x)[-1]
 
 
 def _scan(x: RuleOperands) -> tuple[Tensor, ...]:
@@ -77,8 +77,8 @@ def _scan(x: RuleOperands) -> tuple[Tensor, ...]:
     solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = torch.split(solution, [v.shape[-1], k.shape[-1]], -1)
     by_head = (part.flatten(1, 2) for part in (u, w, after * k, before[..., -1:, :]))
-    delta, states = _Scan.apply(*by_head, x.state_HKV)  # type: ignore[no-untyped-call]
-    return q, k, before, between, delta, states
+    of_scan = _Scan.apply(*by_head, x.state_HKV)  # type: ignore[no-untyped-call]
+    return q, k, before, between, *of_scan
 
 
 class _Scan(torch.autograd.Function):
@@ -87,8 +87,8 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, u: Tensor, w: Tensor, kept: Tensor, whole: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return (delta ``[N, H, L, V]``, states ``[N + 1, H, K, V]``)."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (delta ``[N, H, L, V]``, states ``[N, H, K, V]``, the last one ``[H, K, V]``)."""
         delta = torch.empty_like(u, memory_format=torch.contiguous_format)
         states = u.new_empty(len(u) + 1, *state.shape)
         states[0] = state
@@ -96,13 +96,15 @@ class _Scan(torch.autograd.Function):
             torch.baddbmm(u[n], w[n], states[n], alpha=-1, out=delta[n])
             torch.baddbmm(whole[n] * states[n], kept[n].mT, delta[n], out=states[n + 1])
         context.save_for_backward(w, kept, whole, delta, states)
-        return delta, states
+        return delta, states[:-1], states[-1].clone()
 
     @staticmethod
-    def backward(context: Any, ddelta: Tensor, dstates: Tensor) -> tuple[Tensor, ...]:
+    def backward(
+        context: Any, ddelta: Tensor, dbefore: Tensor, dlast: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the gradients of the operands, from the last chunk to the first."""
         w, kept, whole, delta, states = context.saved_tensors
-        ddelta, dstates = ddelta.clone(), dstates.clone()
+        ddelta, dstates = ddelta.clone(), torch.cat([dbefore, dlast[None]])
         for n in reversed(range(len(w))):
             ddelta[n].baddbmm_(kept[n], dstates[n + 1])
             dstates[n].addcmul_(whole[n], dstates[n + 1]).baddbmm_(w[n].mT, ddelta[n], alpha=-1)

@@ -62,5 +62,6 @@ def _tile_bytes(s: TensorSizes, of_token: int, *, states: int) -> int:
     """
     own = s.linear.of_rank(s.workload.sequence_parallel_degree)
     chunks = -(-min(s.rows, RECURRENCE_TOKENS) // CHUNK_TOKENS)
-    of_states = states * (chunks + 1) * own.value_heads * own.key_size * own.value_size
+    # Beside the states of chunks, those before and behind the tile.
+    of_states = (states * (chunks + 1) + 2) * own.value_heads * own.key_size * own.value_size
     return (chunks * CHUNK_TOKENS * of_token + of_states) * ACCUMULATION_BYTES
