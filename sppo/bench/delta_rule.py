@@ -39,15 +39,10 @@ _LEAST_S_PER_FLOP = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class RuleRates:
-    """Rates of the gated delta rule.
+    """Rates of the gated delta rule, as in :class:`sppo.hardware.description.DeviceSpec`."""
 
-    Attributes:
-        flops_per_s: FLOPs per second of its products.
-        step_s: Seconds of each chunk in a scan.
-    """
-
-    flops_per_s: float
-    step_s: float
+    rule_flops_per_s: float
+    rule_step_s: float
 
 
 def measure_rule(bench: KernelBench, *, quick: bool) -> RuleRates:
