@@ -165,8 +165,8 @@ def randomize(model, *, seed):
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         one = 1.0 if name.endswith("linear_attn.norm.weight") else 1.0 - offset
         parameter.copy_(noise + one if is_norm else noise)
-        if name.endswith(("A_log", "dt_bias")):
-            parameter[::2] -= 1.0
+        if name.endswith("A_log"):
+            parameter[::2] -= 3.0
 
 
 @torch.no_grad()
