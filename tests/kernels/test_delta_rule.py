@@ -171,23 +171,28 @@ def test_fla_is_used_if_it_is_right_on_a_small_case(fla, caplog):
 
 
 class _WrongGradient(torch.autograd.Function):
-    """Its argument, whose gradient comes back too large by a tenth."""
+    """Its argument, whose gradient comes back multiplied by a factor."""
 
     @staticmethod
-    def forward(context, x):
+    def forward(context, x, factor):
+        context.factor = factor
         return x.clone()
 
     @staticmethod
     def backward(context, dx):
-        return 1.1 * dx
+        return context.factor * dx, None
 
 
 def _wrong_decay_gradient(q, k, v, g, beta, **options):
-    return _fla_rule(q, k, v, _WrongGradient.apply(g), beta, **options)
+    return _fla_rule(q, k, v, _WrongGradient.apply(g, 1.1), beta, **options)
 
 
 def _without_state_gradient(*tensors, initial_state, **options):
     return _fla_rule(*tensors, initial_state=initial_state.detach() + 0 * initial_state, **options)
+
+
+def _nan_in_a_gradient(q, k, v, g, beta, **options):
+    return _fla_rule(q, k, v, g, _WrongGradient.apply(beta, torch.nan), **options)
 
 
 def _refuses(*tensors, **options):
@@ -202,6 +207,7 @@ BROKEN = {
         {"rule": _without_state_gradient},
         "0.6.1 is wrong on a small case: 1.0e+00",
     ),
+    "NaN": ({"rule": _nan_in_a_gradient}, "0.6.1 is wrong on a small case: nan"),
     "refuses": (
         {"rule": _refuses},
         "0.6.1 fails on a small case with RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs",
