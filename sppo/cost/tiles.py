@@ -1,4 +1,4 @@
-"""Sizes of the tiles on which the vocabulary projection, experts and weight gradients work.
+"""Sizes of the tiles on which the vocabulary projection, experts and others work.
 
 Every tile of tokens reads the vocabulary projection and reads and writes its fp32 gradient,
 ``V x E`` each. On a GPU a tile of t tokens must be long enough for its products to take longer than
@@ -29,6 +29,9 @@ EXPERT_ROWS = {"cpu": 256, "cuda": 1024}
 
 Every tile reads the weights of all experts, and reads and writes their fp32 gradients: r rows are
 6 r FLOPs for 14 bytes of a weight in half precision, beside which the products must take longer."""
+
+RECURRENCE_TOKENS = 2048
+"""Tokens whose temporary tensors of linear attention are in memory at one time."""
 
 
 def tile_tokens(

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo.config.model.linear_attention import LinearAttention
+from sppo.cost.tiles import RECURRENCE_TOKENS
 from sppo.kernels.delta_rule import RuleInputs, delta_rule, state_after
 from sppo.kernels.elementwise import accumulation_dtype
 
@@ -36,8 +37,6 @@ RECURRENCE_WEIGHTS = (
     "decay.bias",
 )
 """Parameters that the recurrence reads."""
-TILE_TOKENS = 2048
-"""Number of tokens whose temporary tensors are in memory at one time."""
 _LEAST_SQUARE = 1e-6
 """Added to the squared lengths by which queries and keys are divided, as in published models."""
 
@@ -154,8 +153,8 @@ class Recurrence:
     @property
     def _tiles(self) -> list[slice]:
         """Rows of each tile."""
-        firsts = range(0, len(self.qkv_CM), TILE_TOKENS)
-        return [slice(first, first + TILE_TOKENS) for first in firsts]
+        firsts = range(0, len(self.qkv_CM), RECURRENCE_TOKENS)
+        return [slice(first, first + RECURRENCE_TOKENS) for first in firsts]
 
 
 def _convolve(x_XM: Tensor, weight_MW: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:

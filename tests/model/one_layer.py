@@ -10,7 +10,7 @@ from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.gradients import GradientSum, zero_gradients
 from sppo.model.layer import Layer
 from sppo.model.linear_mixer import LinearMixer
-from sppo.model.recurrence import recur, recur_backward
+from sppo.model.recurrence import Recurrence
 from sppo.model.rope import RotaryTables
 
 LINEAR_ATTENTION = {"key_heads": 2, "value_heads": 4, "key_size": 6, "value_size": 8}
@@ -65,16 +65,15 @@ class WholeRecurrence:
         self._linear, self._starts, self.recomputed = linear, starts, 0
 
     def forward(self, qkv, ab, weights):
-        return recur(weights, self._linear, qkv, ab, None, self._starts)[0]
+        return Recurrence(weights, self._linear, qkv, ab, self._starts).forward(None)[0]
 
     def recompute(self, qkv, ab, weights):
         self.recomputed += 1
         return self.forward(qkv, ab, weights)
 
     def backward(self, do, qkv, ab, weights, gradients):
-        dqkv, dab, dweights, _ = recur_backward(
-            do, None, weights, self._linear, qkv, ab, None, self._starts
-        )
+        recurrence = Recurrence(weights, self._linear, qkv, ab, self._starts)
+        dqkv, dab, dweights, _ = recurrence.backward(do, None, None)
         for name, gradient in dweights.items():
             gradients.add(name, gradient)
         return dqkv, dab

@@ -17,7 +17,7 @@ from sppo.engine.recurrence.state_store import SequenceStates
 from sppo.engine.unit import TokenSpan
 from sppo.model.gradients import GradientSink
 from sppo.model.layer import Weights
-from sppo.model.recurrence import State, recur, recur_backward
+from sppo.model.recurrence import Recurrence, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class StoredRecurrence:
 
     def forward(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Tensor:
         """Return the output ``[C, H, D]``; keep the state behind the unit."""
-        o, state = self._recur(qkv_CM, ab_C2H, weights)
+        o, state = self._recurrence(qkv_CM, ab_C2H, weights).forward(self._state)
         self.states.leave(self.span, state, for_backward=self.for_backward)
         return o
 
     def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Tensor:
         """Return the output ``[C, H, D]`` again, of a unit that has not run backward."""
-        return self._recur(qkv_CM, ab_C2H, weights)[0]
+        return self._recurrence(qkv_CM, ab_C2H, weights).forward(self._state)[0]
 
     def backward(
         self,
@@ -66,14 +66,13 @@ class StoredRecurrence:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return (dqkv_CM, dab_C2H, gradients of the weights by name); hand on the state's."""
         state, behind = self._state, self.states.gradient_behind(self.span)
-        dqkv, dab, dweights, dstate = recur_backward(
-            do_CHD, behind, weights, self.linear, qkv_CM, ab_C2H, state, self._starts
-        )
+        recurrence = self._recurrence(qkv_CM, ab_C2H, weights)
+        dqkv, dab, dweights, dstate = recurrence.backward(do_CHD, behind, state)
         self.states.hand_back(self.span, None if state is None else dstate)
         return dqkv, dab, dweights
 
-    def _recur(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> tuple[Tensor, State]:
-        return recur(weights, self.linear, qkv_CM, ab_C2H, self._state, self._starts)
+    def _recurrence(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Recurrence:
+        return Recurrence(weights, self.linear, qkv_CM, ab_C2H, self._starts)
 
     @property
     def _state(self) -> State | None:
