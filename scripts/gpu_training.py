@@ -149,19 +149,21 @@ def _dense(length: int, policies: tuple[str, ...], *, with_transformers: bool = 
 
 
 def _models_of_today() -> tuple[Case, ...]:
-    """Return cases with experts, sinks, windows and adapters: few layers of published shapes."""
+    """Return cases of few layers of published shapes, and one with an adapter."""
     experts = {"count": 64, "per_token": 8, "mlp_size": 768, "normalize": True}
     routed = {"preset": "qwen3-30b-a3b", "num_layers": 3, "vocab_size": 32768, "experts": experts}
     experts = {"count": 16, "per_token": 4, "mlp_size": 2880, "score": "softmax_chosen"}
     experts |= {"bias": True, "router_bias": True}
     sinks = {"preset": "gpt-oss-20b", "num_layers": 2, "vocab_size": 32768, "experts": experts}
     windows = {"preset": "gemma-3-4b", "num_layers": 6, "vocab_size": 32768}
+    linear = {"preset": "qwen3.5-4b", "num_layers": 8, "vocab_size": 32768}
     moved = ("retain", "recompute", "offload_all")
     return (
         Case("64 experts of qwen3-30b-a3b", routed, 32768, 4, "bf16", 3, moved),
         Case("16 experts of gpt-oss-20b", sinks, 32768, 4, "bf16", 3, ("retain", "offload_all")),
         Case("windows of gemma-3-4b", windows, 65536, 8, "bf16", 3, ("retain",), kv="retain"),
         Case("windows recomputed", windows, 65536, 8, "bf16", 3, ("retain",), kv="recompute"),
+        Case("linear attention of qwen3.5-4b", linear, 65536, 8, "bf16", 3, moved),
         Case(
             "adapter of llama-3.2-1b",
             {"preset": "llama-3.2-1b"},
@@ -232,8 +234,8 @@ def _step_s(run: dict[str, Any]) -> float:
     return float(statistics.median(step["step_s"] for step in run["steps"][1:]))
 
 
-def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
-    """Run what fits into `seconds`; return whether nothing failed."""
+def check(place: Place, chosen: tuple[Case, ...], *, seconds: float, out: Path) -> bool:
+    """Run what fits into `seconds` of the chosen cases; return whether nothing failed."""
     until = time.monotonic() + seconds
     result: dict[str, Any] = {
         "about": "measured, but for what is called predicted",
@@ -247,7 +249,7 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
         return max(1.0, until - time.monotonic())
 
     prepare_tokens(place)
-    for case in cases(rehearse=place.rehearse, quick=quick):
+    for case in chosen:
         runs: dict[str, dict[str, Any]] = {}
         for policy in case.policies:
             try:
@@ -288,6 +290,7 @@ def main() -> int:
         "--seconds", type=float, default=230.0, help="leave out what is not done by then"
     )
     parser.add_argument("--quick", action="store_true", help="a shorter sequence")
+    parser.add_argument("--only", nargs="+", help="words, of which the name of a case has one")
     parser.add_argument("--hardware", type=Path, help="what sppo bench all wrote")
     parser.add_argument(
         "--rehearse", action="store_true", help="tiny runs on the CPU, to try this script itself"
@@ -295,7 +298,10 @@ def main() -> int:
     options = parser.parse_args()
     machine = None if options.hardware is None else options.hardware.resolve()
     place = Place(options.directory.resolve(), options.rehearse, machine)
-    good = check(place, quick=options.quick, seconds=options.seconds, out=options.out.resolve())
+    chosen = cases(rehearse=options.rehearse, quick=options.quick)
+    if options.only:
+        chosen = tuple(own for own in chosen if any(word in own.name for word in options.only))
+    good = check(place, chosen, seconds=options.seconds, out=options.out.resolve())
     return 0 if good else 1
 
 

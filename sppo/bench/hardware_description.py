@@ -89,6 +89,12 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
             document_forward_s=measurements.documents.forward_s,
             document_backward_s=measurements.documents.backward_s,
         )
+    if measurements.rule is not None:
+        device = replace(
+            device,
+            rule_flops_per_s=measurements.rule.flops_per_s,
+            rule_step_s=measurements.rule.step_s,
+        )
     if measurements.elementwise:
         device = _with_elementwise(device, measurements.elementwise)
     node = base.node

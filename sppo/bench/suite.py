@@ -18,6 +18,7 @@ from sppo.bench.attention import (
     measure_documents,
 )
 from sppo.bench.copies import CopyMeasurements
+from sppo.bench.delta_rule import RuleRates, measure_rule
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import measure_gemm
@@ -48,6 +49,7 @@ class Measurements:
         overlap: Copies that overlap with compute; None if not requested.
         messages: Messages between ranks on the CPU; None if not requested.
         documents: Attention over short documents, with attention on a CPU; None otherwise.
+        rule: Rates of the gated delta rule; None if not requested.
     """
 
     device: str
@@ -60,6 +62,7 @@ class Measurements:
     overlap: OverlapMeasurements | None = None
     messages: MessageMeasurements | None = None
     documents: DocumentSeconds | None = None
+    rule: RuleRates | None = None
 
 
 def device_to_measure() -> str:
@@ -150,6 +153,7 @@ _SUBJECTS: Mapping[str, Callable[[KernelBench, BenchRequest], dict[str, Any]]] =
     "elementwise": lambda kernels, request: {
         "elementwise": measure_elementwise(kernels, quick=request.quick)
     },
+    "rule": lambda kernels, request: {"rule": measure_rule(kernels, quick=request.quick)},
     "messages": lambda kernels, request: {
         "messages": measure_messages(quick=request.quick, watcher=kernels.watcher)
     },

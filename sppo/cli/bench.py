@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sppo.bench.suite import BenchRequest
 
 _COPIES = ("pcie", "overlap")
-_OF_A_RUN = ("gemm", "attention", "elementwise", *_COPIES)
+_OF_A_RUN = ("gemm", "attention", "elementwise", "rule", *_COPIES)
 """Subjects that depend on the precision or the model of a run."""
 
 
@@ -33,6 +33,7 @@ class Subject(StrEnum):
     GEMM = "gemm"
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
+    RULE = "rule"
     MESSAGES = "messages"
     PCIE = "pcie"
     OVERLAP = "overlap"
@@ -67,8 +68,9 @@ def bench(
         Subject,
         typer.Argument(
             metavar="SUBJECT",
-            help="gemm, attention, elementwise, messages (between ranks on the CPU), pcie (copies "
-            "to host memory, or to disk), overlap (copies behind compute), or all of them.",
+            help="gemm, attention, elementwise, rule (of linear attention), messages (between "
+            "ranks on the CPU), pcie (copies to host memory, or to disk), overlap (copies behind "
+            "compute), or all of them.",
         ),
     ],
     output: Annotated[

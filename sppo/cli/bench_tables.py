@@ -49,7 +49,7 @@ def bench_json(found: Measurements, spec: HardwareSpec, output: Path | None) -> 
         ]
     if found.copies:
         values["copies"] = [asdict(copies) for copies in found.copies]
-    others = {"messages": found.messages, "overlap": found.overlap}
+    others = {"rule": found.rule, "messages": found.messages, "overlap": found.overlap}
     return values | {name: asdict(of) for name, of in others.items() if of is not None}
 
 
@@ -61,6 +61,12 @@ def bench_screen(found: Measurements, output: Path | None) -> Screen:
         yield from attention_screen(found.attention)
     if found.elementwise:
         yield from _elementwise(found.elementwise)
+    if found.rule is not None:
+        unit, name = _flops_unit([found.rule.flops_per_s])
+        yield (
+            f"delta rule of linear attention: {_rates_text([found.rule.flops_per_s], unit=unit)} "
+            f"{name}, and {format_duration(found.rule.step_s)} for each chunk of a scan"
+        )
     if found.messages is not None:
         yield (
             f"messages between two ranks: {found.messages.bytes_per_s / 1e9:.2f} GB/s, "

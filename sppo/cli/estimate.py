@@ -19,6 +19,7 @@ from sppo.cli.solution.candidate import (
     policy_text,
     shortfall_json,
     stages_json,
+    states_line,
     validation_json,
     validation_line,
 )
@@ -87,6 +88,7 @@ def _plan_lines(found: Estimate) -> Iterator[str]:
         f"N={len(candidate.lengths)}, schedule {schedule}, policy {evaluated.effective_policy}: "
         f"{policy_text(evaluated)}"
     )
+    yield from states_line(candidate)
     if found.chosen:
         yield f"chosen by solve: {', '.join(found.chosen)}"
     if evaluated.shortfall is None:
@@ -109,6 +111,8 @@ def _count_rows(found: Estimate) -> Iterator[Sequence[str] | None]:
     kv = "K and V"
     if model.group_size > 1:  # grouped queries leave a share of them
         kv = f"K and V, {model.kv_heads} heads for {model.num_heads} (1/{model.group_size})"
+    if model.linear_attention is not None:
+        kv += f", in {model.num_attention_layers} of {model.num_layers} layers"
     activations = {
         **{f"activations, {policy}": held for policy, held in counts.saved_bytes.items()},
         kv: counts.kv_bytes,
@@ -116,6 +120,8 @@ def _count_rows(found: Estimate) -> Iterator[Sequence[str] | None]:
     }
     for name, held in activations.items():
         yield [name, _gib(held), f"{held / per_layer_token:,.0f} B"]
+    if counts.linear_state_bytes:
+        yield ["states of linear attention", _gib(counts.linear_state_bytes), "a subsequence"]
 
 
 def _gib(amount: int) -> str:

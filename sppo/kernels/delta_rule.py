@@ -120,9 +120,10 @@ class _Scan(torch.autograd.Function):
         for n in reversed(range(len(w))):
             ddelta[n].baddbmm_(kept[n], dstates[n + 1])
             dstates[n].addcmul_(whole[n], dstates[n + 1]).baddbmm_(w[n].mT, ddelta[n], alpha=-1)
-        before, after = states[:-1], dstates[1:]
-        dwhole = (before * after).sum((-2, -1), keepdim=True)
-        return ddelta, -ddelta @ before.mT, delta @ after.mT, dwhole, dstates[0]
+        before, after, dstate = states[:-1], dstates[1:], dstates[0].clone()
+        dw, dkept = -ddelta @ before.mT, delta @ after.mT
+        dwhole = after.mul_(before).sum((-2, -1), keepdim=True)
+        return ddelta, dw, dkept, dwhole, dstate
 
 
 def _documents(starts: Sequence[int], chunks: int, device: torch.device) -> Tensor:

@@ -17,6 +17,5 @@ def gated(o_CQ: Tensor, gate_CQ: Tensor) -> Tensor:
 def gated_backward_(dy_CQ: Tensor, o_CQ: Tensor, gate_CQ: Tensor) -> None:
     """Turn the gradient of :func:`gated` into that of o, and the gate into its gradient."""
     sigmoid_CQ = gate_CQ.sigmoid()
-    torch.mul(dy_CQ, o_CQ, out=gate_CQ)
-    torch.ops.aten.sigmoid_backward.grad_input(gate_CQ, sigmoid_CQ, grad_input=gate_CQ)
+    gate_CQ.copy_(torch.ops.aten.sigmoid_backward(dy_CQ * o_CQ, sigmoid_CQ))
     dy_CQ.mul_(sigmoid_CQ)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,21 +91,33 @@ class Recurrence:
         """
         states, dwide = [self._wide(state)], self._wide(dstate)
         for tile in self._tiles[:-1]:
-            rule, rows_RM = self._rule(tile, *self._operands(tile, states[-1]))
-            states.append(State(state_after(*rule), rows_RM))
+            states.append(self._tile_state(tile, states[-1]))
         dqkv_CM, dab_C2H = torch.empty_like(self.qkv_CM), torch.empty_like(self.ab_C2H)
         dweights: dict[str, Tensor] = {}
         for tile in reversed(self._tiles):
-            operands = [x.requires_grad_() for x in self._operands(tile, states.pop())]
-            with torch.enable_grad():
-                rule, rows_RM = self._rule(tile, *operands)
-                outputs = *delta_rule(*rule), rows_RM
-            found = torch.autograd.grad(outputs, operands, (do_CHV[tile], *dwide))
-            dmatrix_HKV, drows_RM, dqkv_CM[tile], dab_C2H[tile], *of_weights = found
-            dwide = State(dmatrix_HKV, drows_RM)
+            dwide, dqkv_CM[tile], dab_C2H[tile], *of_weights = self._tile_backward(
+                tile, do_CHV[tile], dwide, states.pop()
+            )
             for name, gradient in zip(RECURRENCE_WEIGHTS, of_weights, strict=True):
                 dweights[name] = dweights[name] + gradient if name in dweights else gradient
         return dqkv_CM, dab_C2H, dweights, self._narrow(dwide)
+
+    def _tile_state(self, tile: slice, state: State) -> State:
+        """Return the state behind a tile, from that before."""
+        rule, rows_RM = self._rule(tile, *self._operands(tile, state))
+        return State(state_after(*rule), rows_RM)
+
+    def _tile_backward(
+        self, tile: slice, do_CHV: Tensor, dstate: State, state: State
+    ) -> tuple[Any, ...]:
+        """Return the gradients of the state before a tile, of its qkv and ab, and of weights."""
+        operands = [x.requires_grad_() for x in self._operands(tile, state)]
+        with torch.enable_grad():
+            rule, rows_RM = self._rule(tile, *operands)
+            outputs = *delta_rule(*rule), rows_RM
+        found = torch.autograd.grad(outputs, operands, (do_CHV, *dstate))
+        dmatrix_HKV, drows_RM, *others = found
+        return State(dmatrix_HKV, drows_RM.clone()), *others
 
     def _rule(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sppo.activations.policy import POLICIES, saved_bytes_per_token
 from sppo.config.run import RunConfig
+from sppo.cost.linear_attention.states import state_bytes
 from sppo.cost.trainable import parameter_counts, trainable_of_run
 from sppo.cost.workload import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.hardware.description import HardwareSpec
@@ -30,6 +31,7 @@ class ModelCounts:
         saved_bytes: Bytes of activations that this engine saves without K and V, by policy.
         kv_bytes: Bytes of K and V.
         kv_gradients_bytes: Bytes of the fp32 gradients of K and V.
+        linear_state_bytes: Bytes of the states of linear attention behind one subsequence.
     """
 
     parameters: int
@@ -39,6 +41,7 @@ class ModelCounts:
     saved_bytes: Mapping[str, int]
     kv_bytes: int
     kv_gradients_bytes: int
+    linear_state_bytes: int
 
     @property
     def state_bytes(self) -> int:
@@ -109,4 +112,6 @@ def model_counts(run: RunConfig) -> ModelCounts:
         },
         kv_bytes=kv_elements * element,
         kv_gradients_bytes=kv_elements * ACCUMULATION_BYTES,
+        linear_state_bytes=state_bytes(model, element, 1)
+        * (model.num_layers - model.num_attention_layers),
     )

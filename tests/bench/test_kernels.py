@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sppo.bench import attention, elementwise, gemm
+from sppo.bench import attention, delta_rule, elementwise, gemm
 from sppo.bench.attention import attention_problems
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES
@@ -94,3 +94,29 @@ def test_operands_share_no_memory_until_they_are_given_back(operands):
     assert operands.take(4, dtype=torch.bfloat16).data_ptr() == first.data_ptr()
     huge = operands.take((1 << 24) + 1, dtype=torch.bfloat16)
     assert huge.numel() == (1 << 24) + 1
+
+
+def test_rates_of_the_rule_predict_the_times_they_came_from():
+    flops, step_s = 2e10, 3e-4
+
+    def timing(tokens, heads, runs, scans):
+        products = runs * heads * tokens * (6 * 128**2 + 64 * 10 * 128) / flops
+        return Timing(products + scans * tokens / 64 * step_s, 0.0)
+
+    timings = {(512, heads, "forward"): timing(512, heads, 1, 1) for heads in (1, 4)}
+    both = "forward and backward"
+    timings |= {(512, heads, both): timing(512, heads, 3, 2) for heads in (1, 4)}
+    rates = delta_rule.rule_rates(timings)
+    assert (rates.flops_per_s, rates.step_s) == pytest.approx((flops, step_s))
+
+
+def test_heads_that_take_no_time_leave_the_scan():
+    rates = delta_rule.rule_rates({(512, n, "forward"): Timing(1e-3 / n, 0.0) for n in (1, 4)})
+    assert 0 < rates.flops_per_s <= 1e15
+    assert rates.step_s > 0
+
+
+def test_the_rule_is_measured_as_training_calls_it(operands):
+    rates = delta_rule.measure_rule(bench_of(operands, ONCE, Watcher()), quick=True)
+    assert rates.flops_per_s > 1e6
+    assert rates.step_s >= 0

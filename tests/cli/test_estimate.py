@@ -58,6 +58,20 @@ def test_every_stage_by_bucket():
     assert " fits host memory: " in offloading
 
 
+def test_layers_with_linear_attention_hold_states_and_no_keys(run):
+    words = (run, "model.preset=qwen3.5-4b", *ALONE)
+    plain = ("model.linear_attention=null", "model.layer_types=null")
+    hybrid, full = (report(*words, *more)["model"] for more in ((), plain))
+    assert hybrid["kv_bytes"] * 4 == full["kv_bytes"]
+    # 32 heads of 128 x 128 in fp32, and three rows of 8192 channels in bf16, in 24 layers.
+    assert hybrid["linear_state_bytes"] == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert full["linear_state_bytes"] == 0
+    text = one_line(succeed("estimate", *words))
+    assert "K and V, 4 heads for 16 (1/4), in 8 of 32 layers" in text
+    assert "24 of 32 layers keep a state of 2.0 MiB a subsequence in place of K and V" in text
+    assert "place of K and V" not in one_line(succeed("estimate", *words, *plain))
+
+
 def test_degrees_left_out_are_those_that_solve_recommends(run):
     found = report(run, "train.sequences_per_step=4")
     solved = answer("solve", run, "train.sequences_per_step=4")["best"]

@@ -16,6 +16,12 @@ from sppo.config.huggingface.model_config import (
 from tests.model.hf_models import FAMILIES, MROPE
 from tests.tiers import examples
 
+HYBRID = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+    **{"linear_key_head_dim": 6, "linear_value_head_dim": 10},
+}
+"""Keys that families with linear attention must have."""
+
 EXPERTS = {
     "mixtral": {},
     "qwen2_moe": {
@@ -30,7 +36,7 @@ EXPERTS = {
         ("qwen3_next", "qwen3_5_moe_text"),
         {
             **{"num_experts": 8, "moe_intermediate_size": 12},
-            "shared_expert_intermediate_size": 16,
+            **{"shared_expert_intermediate_size": 16, **HYBRID},
         },
     ),
 }
@@ -385,6 +391,8 @@ def test_missing_and_older_keys_mean_what_they_mean_in_transformers(auto_config,
         sizes = GPT2_SIZES
     elif family in EXPERTS:
         sizes |= {"num_experts_per_tok": 2, **EXPERTS[family]}
+    elif family == "qwen3_5_text":
+        sizes |= HYBRID
     elif family == "ministral":
         sizes |= {"head_dim": 12}  # transformers needs it in ministral
     full = auto_config.for_model(family, **copy.deepcopy({**sizes, **keys})).to_dict()

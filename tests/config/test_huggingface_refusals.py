@@ -5,7 +5,7 @@ import pytest
 from sppo.config.huggingface.families import FAMILIES as RECORDS
 from sppo.config.huggingface.families import REFUSED_FAMILIES
 from sppo.config.huggingface.model_config import model_fields
-from tests.config.test_huggingface import EXPERTS, YARN, config_json
+from tests.config.test_huggingface import EXPERTS, HYBRID, YARN, config_json
 from tests.model.hf_models import FAMILIES
 
 
@@ -66,10 +66,14 @@ from tests.model.hf_models import FAMILIES
         ),
         (
             "qwen3_5_text",
-            {"layer_types": ["linear_attention", "full_attention", "sliding_attention"]},
+            {**HYBRID, "layer_types": ["linear_attention", "full_attention", "sliding_attention"]},
             ["layer_types", "supported: full_attention, linear_attention"],
         ),
-        ("qwen3_5_text", {"linear_num_key_heads": 0}, ["linear_num_key_heads 0", "at least 1"]),
+        (
+            "qwen3_5_text",
+            {**HYBRID, "linear_num_key_heads": 0},
+            ["linear_num_key_heads 0", "at least 1"],
+        ),
         ("qwen3", {"num_hidden_layers": 10**12}, ["num_hidden_layers 1000000000000", "4096"]),
         ("gemma3_text", {"hidden_size": 10**400}, ["hidden_size a whole number of 401 digits"]),
         (

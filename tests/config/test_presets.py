@@ -75,6 +75,9 @@ def test_reported_models_have_about_as_many_parameters_as_reported(preset, billi
         "gpt-oss-120b": "gpt_oss",
         "mixtral-8x7b": "mixtral",
         "glm-4.5-air": "glm4_moe",
+        "qwen3-next-80b-a3b": "qwen3_next",
+        "qwen3.5-27b": "qwen3_5_text",
+        "qwen3.5-35b-a3b": "qwen3_5_moe_text",
     }.items(),
 )
 def test_published_models_are_those_of_their_families(preset, family):

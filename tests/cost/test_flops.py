@@ -1,14 +1,18 @@
 """FLOPs formulas against counts of single pairs, and of executed matrix products."""
 
+from math import prod
+
 import numpy as np
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config import PRESETS as MODELS
-from sppo.config.model import ModelConfig
+from sppo.config.model import LinearAttention, ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import (
     causal_pairs,
@@ -22,11 +26,20 @@ from sppo.cost.flops import (
     step_flops,
 )
 from sppo.cost.layer_kinds import kinds_of_model
+from sppo.cost.linear_attention.delta_rule import CHUNK_TOKENS, repeated_rule_flops, rule_flops
 from sppo.cost.stages.executed_flops import executed_flops
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable, layers_without_backward
 from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
-from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
+from sppo.kernels import delta_rule
+from tests.engine.models import (
+    HYBRID,
+    VARIANTS,
+    Trained,
+    random_sequence,
+    random_weights,
+    tiny_model,
+)
 from tests.kernels.attention.reference import visible_pairs
 from tests.tiers import each_once
 
@@ -63,6 +76,8 @@ def attention_flops(model, length, trainable=EVERYTHING):
     return each * sum(pairs), 2 * each * sum(pairs[first:])
 
 
+ATTENTION_ALONE = [variant for variant in VARIANTS if variant != HYBRID]
+"""Models without the rule, whose chunks are filled up with tokens that change nothing."""
 TRAINABLE = {
     "everything": EVERYTHING,
     "adapters": Trainable(Adapter(3, 0.5), ()),
@@ -71,7 +86,9 @@ TRAINABLE = {
 }
 
 
-@pytest.mark.parametrize(("variant", "policy", "trains"), each_once(VARIANTS, POLICIES, TRAINABLE))
+@pytest.mark.parametrize(
+    ("variant", "policy", "trains"), each_once(ATTENTION_ALONE, POLICIES, TRAINABLE)
+)
 def test_executed_products_are_those_counted(variant, policy, trains):
     model, trainable = tiny_model(variant), TRAINABLE[trains]
     weights = random_weights(model, trainable=trainable)
@@ -99,7 +116,7 @@ def test_executed_products_are_those_counted(variant, policy, trains):
     assert counted.flops == expected - passes - ignored_flops(model, ignored, trainable)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTION_ALONE)
 def test_forward_products_are_those_counted(variant):
     model = tiny_model(variant)
     trained = Trained(model, random_weights(model))
@@ -145,3 +162,45 @@ def test_of_experts_those_of_a_token_count():
     assert layer_flops(kind) == (forward, 2 * forward)
     again = 2048 * (2 * 4096 + 512) + 8 * 2 * 2048 * 768
     assert recomputed_linear_flops(model, kind) == 2 * again
+
+
+def test_layers_with_linear_attention_have_their_rule_in_place_of_pairs():
+    """Qwen3.5-9B by hand: 24 of 32 layers, 16 key heads and 32 value heads of 128."""
+    model = ModelConfig.model_validate(MODELS["qwen3.5-9b"])
+    counts = {kind.type.linear: (kind, n) for kind, n in kinds_of_model(model, EVERYTHING).items()}
+    (linear, layers), (full, others) = counts[True], counts[False]
+    assert (layers, others) == (24, 8)
+    weights = 4096 * (8192 + 4096 + 2 * 32) + 4096 * 4096 + 3 * 4096 * 12288
+    rule = 32 * (6 * 128 * 128 + 64 * (2 + 4) * 128) + 16 * 4 * 64 * 128
+    assert layer_flops(linear) == (2 * weights + rule, 4 * weights + 2 * rule)
+    gated = 4096 * (2 * 4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
+    assert layer_flops(full) == (2 * gated, 4 * gated)
+    assert (pair_flops(model, linear), pair_flops(model, full)) == (0, 4 * 4096)
+    assert partition_costs(model)[1] == 8 * 4 * 4096
+    assert recomputed_linear_flops(model, linear) == 2 * (weights - 4096 * 12288)
+
+
+@pytest.mark.parametrize("key_heads", [1, 3])
+def test_products_of_the_rule_are_those_counted(key_heads):
+    """torch does not count the solution of the triangular system, nor products added in place."""
+    linear = LinearAttention(key_heads=key_heads, value_heads=3, key_size=32, value_size=64)
+    tokens, (heads, keys, values) = 2 * CHUNK_TOKENS, (3, 32, 64)
+    shapes = [(tokens, key_heads, keys)] * 2 + [(tokens, heads, values)] + [(tokens, heads)] * 2
+    *inputs, state = (torch.rand(shape) for shape in [*shapes, (heads, keys, values)])
+    operands = [x.requires_grad_() for x in (*inputs, state)]
+    rule = delta_rule.RuleInputs(*inputs), state
+    custom = {torch.ops.aten.baddbmm_: lambda total, a, b, **_: 2 * prod(a) * b[-1]}
+
+    def counted(function):
+        with FlopCounterMode(display=False, custom_mapping=custom) as counter:
+            found = function()
+        return found, counter.get_total_flops() // tokens
+
+    of_outputs, forward = counted(lambda: delta_rule.delta_rule(*rule))
+    _, backward = counted(lambda: torch.autograd.grad(of_outputs, operands, of_outputs))
+    _, again = counted(lambda: delta_rule.state_after(*rule))
+    solution = 2 * CHUNK_TOKENS * heads * (keys + values)
+    assert delta_rule.CHUNK_TOKENS == CHUNK_TOKENS
+    assert rule_flops(linear) == forward + solution
+    assert 2 * rule_flops(linear) == backward + solution
+    assert repeated_rule_flops(linear) == 2 * forward + again + 3 * solution

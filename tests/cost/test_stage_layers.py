@@ -6,6 +6,8 @@ import pytest
 
 from sppo.config import PRESETS, ModelConfig
 from sppo.cost.stage_layers import layers_of_stages
+from sppo.planning.search.choices import virtual_stages_to_try
+from tests.planning.cases import run_config
 
 
 def model(preset="tiny-test", **fields):
@@ -52,3 +54,16 @@ def test_stages_with_more_attention_have_fewer_layers():
     shape = model("qwen3-next-80b-a3b")
     assert with_attention(shape, 8) == [1, 2] * 4
     assert lengths(shape, 8) == [7, 5] * 4
+
+
+@pytest.mark.parametrize("preset", ["qwen3.5-4b", "qwen3.5-27b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
+def test_no_chosen_stages_leave_ranks_with_more_attention_than_one_stage_each(preset, num_ranks):
+    run, shape = run_config(preset, length="64Ki"), model(preset)
+    one, *several = virtual_stages_to_try(run, num_ranks=num_ranks)
+    assert one == 1
+    for virtual in several:
+        own = with_attention(shape, num_ranks * virtual)
+        assert {sum(own[rank::num_ranks]) for rank in range(num_ranks)} == {
+            shape.num_attention_layers // num_ranks
+        }

@@ -50,6 +50,7 @@ class DevicelessFunctions(TorchFunctionMode):
         self._others: dict[Any, Callable[..., Any]] = {
             Tensor.__getitem__: indexed,
             Tensor.__setitem__: _assign,
+            Tensor.__invert__: _aten.bitwise_not.default,
             Tensor.copy_: _copy,
             Tensor.contiguous: _contiguous,
             Tensor.to: _to,

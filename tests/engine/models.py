@@ -18,7 +18,7 @@ from sppo.kernels.cross_entropy import CROSS_ENTROPY
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
 from tests.engine.reference import merged, reference_loss
-from tests.random_training.case import EXPERTS, FAMILIES, ROPES
+from tests.random_training.case import EXPERTS, FAMILIES, LINEAR_ATTENTION, ROPES
 
 BASE = {
     "vocab_size": 23,
@@ -29,6 +29,7 @@ BASE = {
     "mlp_size": 18,
     "max_positions": 64,
 }
+HYBRID = "linear attention, gated attention"
 GPT = {**FAMILIES["gpt2"], "tie_embeddings": True}
 VARIANTS = {
     "mha": {},
@@ -70,6 +71,12 @@ VARIANTS = {
     "attention gate": {"attention_gate": True, "num_kv_heads": 2, "qk_norm": "head"},
     "experts": {"experts": EXPERTS["softmax"], "num_kv_heads": 2},
     "experts, first layer dense": {"experts": EXPERTS["glm"], "num_kv_heads": 1},
+    HYBRID: {
+        "layer_types": ["linear", "full"],
+        "linear_attention": LINEAR_ATTENTION,
+        "attention_gate": True,
+        "num_kv_heads": 2,
+    },
 }
 
 

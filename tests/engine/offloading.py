@@ -52,7 +52,10 @@ class RatioRows:
 
     def __call__(self, lengths):
         model = self.model
-        sizes = class_bytes_per_token(model, model.layer_type(0), element_bytes=self.element_bytes)
+        (layer_type, *_) = (
+            t for t in map(model.layer_type, range(model.num_layers)) if not t.linear
+        )
+        sizes = class_bytes_per_token(model, layer_type, element_bytes=self.element_bytes)
         rows = []
         for index, tokens in enumerate(lengths):
             stays = index == len(lengths) - 1 and not self.last_too

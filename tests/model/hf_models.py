@@ -43,7 +43,7 @@ _ROTARY = {
 _SIX = {**_ROTARY, "num_hidden_layers": 6, "pad_token_id": None}
 _LINEAR = {
     **{**_ROTARY, "num_hidden_layers": 8, "head_dim": 8, "pad_token_id": None},
-    **{"linear_num_key_heads": 2, "linear_key_head_dim": 6},
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_conv_kernel_dim": 4},
     **{"linear_num_value_heads": 4, "linear_value_head_dim": 10},
 }
 """Six of eight layers have linear attention."""

@@ -124,7 +124,7 @@ def test_a_hybrid_is_taken_out_of_one_that_sees(name, dtype, tmp_path):
 
     said = succeed("convert", "from-hf", tmp_path / "sees", tmp_path / "ours").replace("\n", " ")
     tower = sum(key.startswith("model.visual.") for key in stored)
-    assert f"left out: 2 tensors of mtp, {tower} tensors of visual" in said
+    assert f"left out: {tower} tensors of visual, 2 tensors of mtp" in said
     assert "mtp_num_hidden_layers: 0, no layers that predict further tokens" in said
     assert "not applied in training: mtp_num_hidden_layers 1, vision_config" in said
     written = read_config(tmp_path / "ours")

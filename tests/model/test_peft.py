@@ -27,6 +27,7 @@ CASES = {
     "gpt2": {"rank": 4, "alpha": 2, "targets": ["o", "up", "down"], "also_train": ["norms"]},
     "glm4": {"rank": 3, "targets": ["q", "k", "down"], "also_train": ["norms"]},
     "glm4_moe": {"rank": 2, "targets": ["q", "k", "v", "o"]},
+    "qwen3_5_text": {"rank": 2, "targets": ["k", "o", "down"], "also_train": ["norms"]},
 }
 """Section ``adapter`` by family. The embedding of qwen3 is tied."""
 
@@ -48,7 +49,9 @@ def base_weights(hf_model, model, directory):
     return dict(open_hf_weights(directory, model))
 
 
-@pytest.mark.parametrize("family", default_of(CASES, "qwen3", "gpt2", "glm4", "glm4_moe"))
+@pytest.mark.parametrize(
+    "family", default_of(CASES, "qwen3", "gpt2", "glm4", "glm4_moe", "qwen3_5_text")
+)
 def test_peft_reads_merges_and_writes_what_we_write(family, tmp_path):
     hf_model, model = tiny_hf_model(family)
     adapter = adapter_of(family)
@@ -248,6 +251,7 @@ def test_copies_of_a_tied_embedding_that_differ_are_refused(tmp_path):
     ("family", "words"),
     [
         ("gpt2", "no adapters of q: .*as one tensor, c_attn; leave them"),
+        ("qwen3_5_text", "no adapters of q: .*q, attention_gate as one tensor, q_proj; leave"),
         ("glm4_moe", "no adapters of gate: PEFT takes gate_proj for projections of experts; leave"),
     ],
 )

@@ -14,11 +14,11 @@ from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
-from tests.engine.models import VARIANTS, random_weights, tiny_model
+from tests.engine.models import HYBRID, VARIANTS, random_weights, tiny_model
 from tests.tiers import each_once
 
 OF_ALL_HEADS = "olmo: post norms, q/k-norm of all heads"
-SHARDED = [variant for variant in VARIANTS if variant != OF_ALL_HEADS]
+SHARDED = [variant for variant in VARIANTS if variant not in (OF_ALL_HEADS, HYBRID)]
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 LINEAR_ATTENTION = {
     "key_heads": 2,
     "value_heads": 4,
-    "key_size": 3,
+    "key_size": 6,
     "value_size": 5,
     "conv_size": 4,
 }

@@ -9,6 +9,8 @@ from typing import Any
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cli.printing import Screen, table
+from sppo.cost.candidate import Candidate
+from sppo.cost.linear_attention.states import state_bytes
 from sppo.cost.memory.stage_memory import BUCKETS, StageMemory, tier_buckets
 from sppo.cost.stages.saved_bytes import row_bytes_of
 from sppo.hardware.description import HardwareSpec, Tier
@@ -129,6 +131,19 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
     }
     parts = [f"{share / whole:.0%} is {fate}" for fate, share in shares.items() if share]
     return f"of the saved bytes {', '.join(parts)}{kv}"
+
+
+def states_line(candidate: Candidate) -> Iterator[str]:
+    """Yield what layers with linear attention hold in place of K and V; nothing without any."""
+    workload, model = candidate.workload, candidate.workload.model
+    if model.linear_attention is None:
+        return
+    linear = model.num_layers - model.num_attention_layers
+    each = state_bytes(model, workload.element_bytes, workload.sequence_parallel_degree)
+    yield (
+        f"{linear} of {model.num_layers} layers keep a state of {format_bytes(each)} a subsequence "
+        "in place of K and V: longer subsequences cost nothing there"
+    )
 
 
 # Memory

@@ -10,7 +10,13 @@ import numpy as np
 
 from sppo.cli.printing import Screen
 from sppo.cli.solution.answer import DEGREES, Answer, Rows
-from sppo.cli.solution.candidate import choices_json, memory_screen, policy_text, stages_json
+from sppo.cli.solution.candidate import (
+    choices_json,
+    memory_screen,
+    policy_text,
+    stages_json,
+    states_line,
+)
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.make_plan import predict
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -88,6 +94,7 @@ class StreamAnswer(Answer[EvaluatedCandidate]):
     def _notes(self) -> Iterator[str]:
         best = self._explained
         yield f"policy {best.effective_policy}: {policy_text(best)}"
+        yield from states_line(best.candidate)
         yield f"MFU: {self._mfu}"
         if any(other.step_s < best.step_s for other in self.solution.runners_up):
             yield "of divisions within 1 % of the fastest, the best takes least host memory"

@@ -55,11 +55,6 @@ class HfFamily:
     nested_in: str = ""
     """``model_type`` of files that hold this family's ``config.json`` as ``text_config``."""
 
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Keys whose values training ignores."""
-        return (*self.no_dropout, *self.no_layers, *self.skipped)
-
     def read(self, config: Json) -> dict[str, Any]:
         """Return the model fields in a parsed ``config.json``.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from sppo.config.huggingface.settings import (
     Json,
@@ -17,7 +17,7 @@ from sppo.config.huggingface.settings import (
 )
 from sppo.config.model import ModelConfig
 
-_KEY, _SUFFIX = "layer_types", "_attention"
+_KEY = "layer_types"
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -124,34 +124,20 @@ def _layer_types(config: Json, known: tuple[str, ...]) -> list[str] | None:
 
 
 class LinearLayers:
-    """Keys of layers with linear attention: which they are, and their sizes (Qwen3-Next)."""
-
-    sizes: ClassVar[Mapping[str, str]] = {
-        "key_heads": "linear_num_key_heads",
-        "value_heads": "linear_num_value_heads",
-        "key_size": "linear_key_head_dim",
-        "value_size": "linear_value_head_dim",
-        "conv_size": "linear_conv_kernel_dim",
-    }
+    """Key of the layers that have linear attention (Qwen3-Next)."""
 
     def read(self, config: Json) -> dict[str, Any]:
-        """Return the types of layers, and the sizes if a layer has linear attention."""
+        """Return the types of layers."""
         types = _layer_types(config, (_FULL, _LINEAR))
         if types is None:
             linear = all_but_every(4, key="full_attention_interval")
             types = [_LINEAR if linear(config, i) else _FULL for i in layer_numbers(config)]
-        if _LINEAR not in types:
-            return {_KEY: None}
-        fields = {f"linear_attention.{name}": integer(config, k) for name, k in self.sizes.items()}
-        return fields | {_KEY: shortest_pattern([kind.removesuffix(_SUFFIX) for kind in types])}
+        return {_KEY: shortest_pattern([kind.removesuffix("_attention") for kind in types])}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys."""
+        """Return the key."""
         types = [model.layer_type(layer) for layer in range(model.num_layers)]
-        keys: dict[str, Any] = {_KEY: [_LINEAR if own.linear else _FULL for own in types]}
-        if model.linear_attention is not None:
-            keys |= {k: getattr(model.linear_attention, name) for name, k in self.sizes.items()}
-        return keys
+        return {_KEY: [_LINEAR if own.linear else _FULL for own in types]}
 
 
 def _rotated(config: Json) -> list[bool]:

@@ -62,21 +62,23 @@ def model_fields(config: Json) -> dict[str, Any]:
 def _text_config(config: Json) -> Json:
     """Return the settings of the language model in those of a model that also sees.
 
-    Whether embeddings are tied is a setting of the whole model, if that has it.
+    Whether embeddings are tied is a setting of the whole model, unless that leaves it out.
     """
     for name, family in FAMILIES.items():
         if family.nested_in and config.get("model_type") == family.nested_in:
             text = config.get(_NESTED)
             if not isinstance(text, dict):
                 raise refusal(_NESTED, text, "a mapping of settings")
-            whole = {key: config[key] for key in (_TIED,) if config.get(key) is not None}
-            return {**config, **text, **whole, "model_type": name}
+            tied = {key: value for key, value in config.items() if key == _TIED}
+            return {**config, **text, **tied, "model_type": name}
     return config
 
 
 def ignored_settings(config: Json) -> tuple[str, ...]:
     """Return the settings in a ``config.json`` that training ignores, as ``key value`` texts."""
-    keys = {key for family in FAMILIES.values() for key in family.ignored}
+    keys: set[str] = set()
+    for family in FAMILIES.values():
+        keys |= {*family.no_dropout, *family.no_layers, *family.skipped}
     values = _text_config(config)
     return tuple(f"{key} {quoted(values[key])}" for key in sorted(keys) if values.get(key))
 

@@ -36,9 +36,9 @@ Family = Literal[
     "olmoe",
     "gpt_oss",
     "glm4_moe",
-    "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "qwen3_next",
 ]
 Activation = Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
 

@@ -219,13 +219,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "qwen3-next-80b-a3b": {
         **_qwen35_experts(48, 2048, 16, 2, 5120, count=512, per_token=10),
+        "family": "qwen3_next",
         "vocab_size": 151936,
     },
     "qwen3.5-4b": {**_qwen35(32, 2560, 16, 4, 9216, value_heads=32), "tie_embeddings": True},
     "qwen3.5-9b": _qwen35(32, 4096, 16, 4, 12288, value_heads=32),
     "qwen3.5-27b": _qwen35(64, 5120, 24, 4, 17408, value_heads=48),
-    # All of its layers have experts, so the width of an MLP is that of one of them.
-    "qwen3.5-35b-a3b": _qwen35_experts(40, 2048, 16, 2, 512, count=256, per_token=8),
+    "qwen3.5-35b-a3b": {
+        # All of its layers have experts, so the width of an MLP is that of one of them.
+        **_qwen35_experts(40, 2048, 16, 2, 512, count=256, per_token=8),
+        # Its layers are those of Qwen3-Next, and its files are not.
+        "family": "qwen3_5_moe_text",
+    },
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "mixtral-8x7b": {

@@ -4,11 +4,11 @@ The rule runs in chunks of c tokens (:mod:`sppo.kernels.delta_rule`). Chunks are
 the scan that passes the state from one to the next, so a scan is as many steps that depend on each
 other as there are chunks, whatever the number of heads.
 
-Gradients take twice the FLOPs of the forward. Before them, backward repeats the forward, for the
-norm of its outputs, and twice all of it but the outputs: for the states before tiles of tokens, and
-within the tiles (:mod:`sppo.model.recurrence`).
+Gradients take twice the FLOPs of the forward. Before them, backward repeats the forward twice, for
+the norm of its outputs and within tiles of tokens, and all of it but the outputs for the states
+before the tiles (:mod:`sppo.model.recurrence`).
 
-Legend: c tokens of a chunk, K and V sizes of a key and of a value.
+Legend: c tokens of a chunk, J key heads, H value heads, K and V sizes of a key and of a value.
 """
 
 from __future__ import annotations
@@ -39,17 +39,26 @@ class RuleWork(NamedTuple):
 
 
 def rule_flops(linear: LinearAttention) -> int:
-    """Return the FLOPs per token of the forward of the rule in one layer."""
-    keys, values = linear.key_size, linear.value_size
-    of_states = 6 * keys * values
-    return linear.value_heads * (of_states + CHUNK_TOKENS * (6 * keys + 4 * values))
+    """Return the FLOPs per token of the forward of the rule in one layer.
+
+    They are those of the states without outputs, ``H (4 K V + c (2 K + 2 V)) + 2 J c K``, and of
+    the outputs, ``H (2 K V + 2 c V) + 2 J c K``.
+    """
+    of_values = linear.value_heads * linear.value_size * (linear.key_size + CHUNK_TOKENS)
+    of_keys = linear.keys_width * CHUNK_TOKENS
+    return _flops_without_outputs(linear) + 2 * (of_values + of_keys)
 
 
 def repeated_rule_flops(linear: LinearAttention) -> int:
     """Return the FLOPs per token that the backward of the rule in one layer repeats."""
+    return 2 * rule_flops(linear) + _flops_without_outputs(linear)
+
+
+def _flops_without_outputs(linear: LinearAttention) -> int:
+    """Return the FLOPs per token of the states in one layer."""
     keys, values = linear.key_size, linear.value_size
-    without_outputs = 4 * keys * values + CHUNK_TOKENS * (6 * keys + 2 * values)
-    return rule_flops(linear) + 2 * linear.value_heads * without_outputs
+    of_head = 4 * keys * values + 2 * CHUNK_TOKENS * (keys + values)
+    return linear.value_heads * of_head + 2 * linear.keys_width * CHUNK_TOKENS
 
 
 def rule_work(

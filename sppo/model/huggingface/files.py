@@ -5,7 +5,6 @@ The module does not import torch, so a directory without the model's weights is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from sppo.model.huggingface.stored_tensors import (
     bare_name,
     hf_tensors,
     is_buffer,
-    part_of_model,
     without_other_parts,
 )
 from sppo.quoting import one_line, quoted
@@ -72,9 +70,7 @@ def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
         ValueError: Missing, unknown or misshapen tensors (up to eight of each are listed), types
             other than 16, 32 or 64-bit floating point, or damaged files.
     """
-    found = stored_tensors(directory)
-    stored = without_other_parts(found, model)
-    skipped = Counter(part_of_model(name) for name in sorted(found.keys() - stored.keys()))
+    stored, skipped = without_other_parts(stored_tensors(directory), model)
     tied_head = stored.pop(HEAD, None) if model.tie_embeddings else None
     layout = hf_tensors(model, stored)
     faults = tensor_faults(stored, {tensor.name: tensor for tensor in layout})

@@ -7,6 +7,7 @@ parameters stacked along the outputs, or the share of one expert in a parameter 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -123,25 +124,25 @@ def bare_name(stored: str) -> str:
     return _PREFIX.sub("", stored)
 
 
-def without_other_parts(stored: Mapping[str, Entry], model: ModelConfig) -> dict[str, Entry]:
-    """Return stored tensors by bare name, without those of other parts of a model.
+def without_other_parts(
+    stored: Mapping[str, Entry], model: ModelConfig
+) -> tuple[dict[str, Entry], dict[str, int]]:
+    """Return stored tensors by bare name, and the number of those of each other part of a model.
 
     These are a vision tower, and layers behind the last one that predict further tokens.
     """
     names = names_of(model)
-
-    def is_other(name: str) -> bool:
+    own: dict[str, Entry] = {}
+    others = Counter[str]()
+    for name, tensor in stored.items():
         layer = _LAYER.match(name)
-        later = layer is not None and int(layer[1]) >= model.num_layers
-        return (later and names.has_later_layers) or re.search(names.skipped, name) is not None
-
-    return {name: tensor for name, tensor in stored.items() if not is_other(name)}
-
-
-def part_of_model(name: str) -> str:
-    """Return the name of the layer, or of the other part of a model, that has a bare name."""
-    layer = _LAYER.match(name)
-    return name.partition(".")[0] if layer is None else layer[0][:-1]
+        if layer and names.has_later_layers and int(layer[1]) >= model.num_layers:
+            others[layer[0][:-1]] += 1
+        elif re.search(names.skipped, name):
+            others[name.partition(".")[0]] += 1
+        else:
+            own[name] = tensor
+    return own, others
 
 
 def is_buffer(name: str) -> bool:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sppo.config.huggingface.families import (
-    experts,
-    gpt2,
-    granite,
-    hybrids,
-    llama,
-    post_norms,
-    qwen,
-)
+from sppo.config.huggingface.families import experts, gpt2, granite, llama, post_norms, qwen
 from sppo.config.huggingface.families.refused import REFUSED_FAMILIES
 from sppo.config.huggingface.family import HfFamily
 from sppo.config.model import Family
@@ -42,8 +34,8 @@ FAMILIES: Mapping[Family, HfFamily] = {
     "olmoe": experts.OLMOE,
     "gpt_oss": experts.GPT_OSS,
     "glm4_moe": experts.GLM4_MOE,
-    "qwen3_next": hybrids.QWEN3_NEXT,
-    "qwen3_5_text": hybrids.QWEN3_5,
-    "qwen3_5_moe_text": hybrids.QWEN3_5_MOE,
+    "qwen3_5_text": qwen.QWEN3_5,
+    "qwen3_5_moe_text": qwen.QWEN3_5_MOE,
+    "qwen3_next": qwen.QWEN3_NEXT,
 }
 """Families by name, in the order in which one is chosen for a model without a family."""

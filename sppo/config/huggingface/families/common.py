@@ -80,15 +80,6 @@ EXPERT_MODULES = {
 }
 """Modules of experts in most families."""
 
-SWITCHED_MODULES = {
-    "shared_gate": "mlp.shared_expert.gate_proj",
-    "shared_up": "mlp.shared_expert.up_proj",
-    "shared_down": "mlp.shared_expert.down_proj",
-    "shared_switch": "mlp.shared_expert_gate",
-}
-"""Modules of a shared MLP with a switch (Qwen)."""
-SWITCHED_SIZE = Key("experts.shared_mlp_size", "shared_expert_intermediate_size", integer)
-
 
 def routed(count: str, mlp_size: str) -> tuple[Key, ...]:
     """Return the settings of experts with weights that may be normalized.
