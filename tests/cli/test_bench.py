@@ -118,7 +118,10 @@ def test_bad_requests_are_refused_before_anything_is_measured(measured, tmp_path
 
 def test_what_no_measured_subject_uses_is_refused(measured):
     message = refuse("bench", "messages", "--run", "run.yaml")
-    assert "--run run.yaml: only sppo bench gemm, attention, elementwise, rule, pcie, overlap" in message
+    assert (
+        "--run run.yaml: only sppo bench gemm, attention, elementwise, rule, pcie, overlap"
+        in message
+    )
     message = refuse("bench", "attention", "--disk", "absent")
     assert "--disk absent: only sppo bench pcie, overlap and all use it; leave it" in message
     assert measured == []
