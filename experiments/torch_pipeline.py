@@ -98,7 +98,7 @@ class _Stage(nn.Module):
     def __init__(self, model: ModelConfig, *, rank: int, num_stages: int) -> None:
         super().__init__()
         self._model = model
-        layers = layers_of_stages(model, num_stages=num_stages)[rank]
+        layers = layers_of_stages(model, num_ranks=num_stages)[rank]
         if rank == 0:
             self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleDict({str(index): _Layer(model) for index in layers})

@@ -150,11 +150,12 @@ def _dense(length: int, policies: tuple[str, ...], *, with_transformers: bool = 
 
 def _models_of_today() -> tuple[Case, ...]:
     """Return cases of few layers of published shapes, and one with an adapter."""
-    experts = {"count": 64, "per_token": 8, "mlp_size": 768, "normalize": True}
-    routed = {"preset": "qwen3-30b-a3b", "num_layers": 3, "vocab_size": 32768, "experts": experts}
-    experts = {"count": 16, "per_token": 4, "mlp_size": 2880, "score": "softmax_chosen"}
-    experts |= {"bias": True, "router_bias": True}
-    sinks = {"preset": "gpt-oss-20b", "num_layers": 2, "vocab_size": 32768, "experts": experts}
+    of_qwen = {"count": 64, "per_token": 8, "mlp_size": 768, "normalize": True}
+    routed = {"preset": "qwen3-30b-a3b", "num_layers": 3, "vocab_size": 32768, "experts": of_qwen}
+    of_gpt = {"count": 16, "per_token": 4, "mlp_size": 2880, "score": "softmax_chosen"}
+    biases = {"bias": True, "router_bias": True}
+    sinks = {"preset": "gpt-oss-20b", "num_layers": 2, "vocab_size": 32768}
+    sinks["experts"] = {**of_gpt, **biases}
     windows = {"preset": "gemma-3-4b", "num_layers": 6, "vocab_size": 32768}
     linear = {"preset": "qwen3.5-4b", "num_layers": 8, "vocab_size": 32768}
     moved = ("retain", "recompute", "offload_all")

@@ -21,7 +21,8 @@ from sppo.bench.timing import Call, KernelBench, Timing
 from sppo.config.model import LinearAttention
 from sppo.cost.flops import BACKWARD_RATIO
 from sppo.cost.linear_attention.delta_rule import rule_flops
-from sppo.kernels.delta_rule import CHUNK_TOKENS, RuleInputs, delta_rule
+from sppo.kernels.chunked_rule import CHUNK_TOKENS, RuleOperands
+from sppo.kernels.delta_rule import delta_rule
 
 Passes = Literal["forward", "forward and backward"]
 RuleKey = tuple[int, int, Passes]
@@ -38,15 +39,10 @@ _LEAST_S_PER_FLOP = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class RuleRates:
-    """Rates of the gated delta rule.
+    """Rates of the gated delta rule, as in :class:`sppo.hardware.description.DeviceSpec`."""
 
-    Attributes:
-        flops_per_s: FLOPs per second of its products.
-        step_s: Seconds of each chunk in a scan.
-    """
-
-    flops_per_s: float
-    step_s: float
+    rule_flops_per_s: float
+    rule_step_s: float
 
 
 def measure_rule(bench: KernelBench, *, quick: bool) -> RuleRates:
@@ -81,18 +77,16 @@ def _make(operands: Operands, dtype: torch.dtype, tokens: int, heads: int, passe
     operands.begin()
     q, k, v = (operands.take(tokens, heads, _SIZE, dtype=dtype) for _ in range(3))
     decay, share = (operands.take(tokens, heads, dtype=torch.float32) for _ in range(2))
-    inputs = RuleInputs(
-        *(functional.normalize(x, dim=-1) for x in (q, k)), v, -decay.abs(), share.sigmoid()
-    )
     state = operands.zeros(heads, _SIZE, _SIZE, dtype=torch.float32)
+    q, k = (functional.normalize(x, dim=-1) for x in (q, k))
+    rule = RuleOperands(q, k, v, -decay.abs(), share.sigmoid(), state)
     if passes == "forward":
-        return lambda: delta_rule(inputs, state)
-    for x in inputs:
-        x.requires_grad_()
+        return lambda: delta_rule(rule)
+    leaves = [x.requires_grad_() for x in rule[:5]]
 
     def both() -> None:
         with torch.enable_grad():
-            o, _ = delta_rule(inputs, state)
-            torch.autograd.grad(o, inputs, v.detach())
+            o, _ = delta_rule(rule)
+            torch.autograd.grad(o, leaves, v.detach())
 
     return both

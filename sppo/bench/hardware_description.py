@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,11 +90,7 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
             document_backward_s=measurements.documents.backward_s,
         )
     if measurements.rule is not None:
-        device = replace(
-            device,
-            rule_flops_per_s=measurements.rule.flops_per_s,
-            rule_step_s=measurements.rule.step_s,
-        )
+        device = replace(device, **asdict(measurements.rule))
     if measurements.elementwise:
         device = _with_elementwise(device, measurements.elementwise)
     node = base.node

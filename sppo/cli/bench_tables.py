@@ -62,10 +62,9 @@ def bench_screen(found: Measurements, output: Path | None) -> Screen:
     if found.elementwise:
         yield from _elementwise(found.elementwise)
     if found.rule is not None:
-        unit, name = _flops_unit([found.rule.flops_per_s])
         yield (
-            f"delta rule of linear attention: {_rates_text([found.rule.flops_per_s], unit=unit)} "
-            f"{name}, and {format_duration(found.rule.step_s)} for each chunk of a scan"
+            f"delta rule of linear attention: {found.rule.rule_flops_per_s / 1e9:.3g} GFLOP/s, and "
+            f"{format_duration(found.rule.rule_step_s)} for each chunk of a scan"
         )
     if found.messages is not None:
         yield (

@@ -166,7 +166,7 @@ class Candidate:
     @property
     def stages(self) -> tuple[range, ...]:
         """Layers of each stage; stage s is on rank s mod `pipeline_parallel_degree`."""
-        return _stages(self.workload, self.num_stages)
+        return _stages(self.workload, self.pipeline_parallel_degree, self.virtual_stages)
 
     @property
     def kinds_of_layers(self) -> tuple[Counter[LayerKind], ...]:
@@ -279,9 +279,9 @@ class Candidate:
 
 
 @lru_cache(maxsize=1024)
-def _stages(workload: Workload, num_stages: int) -> tuple[range, ...]:
+def _stages(workload: Workload, num_ranks: int, num_virtual: int) -> tuple[range, ...]:
     """Return the layers of each stage; cached by the workload, whose hash is at hand."""
-    return layers_of_stages(workload.model, num_stages=num_stages)
+    return layers_of_stages(workload.model, num_ranks=num_ranks, num_virtual=num_virtual)
 
 
 def of_ranks(candidate: Candidate, of_stages: Table | Counts) -> Table:

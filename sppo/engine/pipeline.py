@@ -74,7 +74,7 @@ class Pipeline:
 
     def all_layers(self, model: ModelConfig) -> tuple[range, ...]:
         """Return the layers of every stage of the pipeline."""
-        return layers_of_stages(model, num_stages=self.placement.num_stages)
+        return layers_of_stages(model, num_ranks=self.num_ranks, num_virtual=self.num_virtual)
 
 
 ALONE = Pipeline()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -24,13 +24,21 @@ from sppo.activations.block_layout import BlockLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.cost.trainable import layers_with_backward, trains_embedding
+from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
+from sppo.engine.providers.weights import visit
+from sppo.engine.recurrence.head_exchange import HeadExchange
+from sppo.engine.recurrence.stored_recurrence import StoredRecurrence
 from sppo.engine.saved_rows import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
-from sppo.engine.unit_layers import UnitLayers
+from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.gradients import DeferredGradients, GradientSink
-from sppo.model.mixer import Saved
+from sppo.model.layer import Layer
+from sppo.model.linear_mixer import LinearMixer
+from sppo.model.mixer import Mixer, Saved
+from sppo.model.residual import TokenExchange
+from sppo.model.rope import RotaryTables
 from sppo.offload.retained import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -65,14 +73,15 @@ class Stage:
         recomputes_windows: bool = False,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
     ) -> None:
-        self._exchange, self._shards_weights, self.model = exchange, False, model
-        if isinstance(exchange, MegatronSequenceParallel):
-            self._shards_weights, self.model = True, exchange.sharding.own_model
+        self._tensor = exchange if isinstance(exchange, MegatronSequenceParallel) else None
+        self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
+        self.model = model if self._tensor is None else self._tensor.sharding.own_model
         self._layers, self._providers = layers, providers
         trainable = providers.trainable
         self._with_backward = layers_with_backward(model, trainable, layers=layers)
         below = layers_with_backward(model, trainable, layers=range(layers.start))
         self._trains_below = len(below) > 0 or trains_embedding(model, trainable)
+        self._adapter_scale = 1.0 if trainable.adapter is None else trainable.adapter.scale
         self.store, self._kv = providers.saved, providers.kv_store
         self._blocks = BlockLayout(
             self.model,
@@ -121,14 +130,15 @@ class Stage:
         Raises:
             MemoryError: The memory cannot be allocated.
         """
-        if self._shards_weights:
+        if self._tensor is not None:
             check_whole_classes(placements.values())
+        exchange = self._tensor or self._heads
         self._kv_placement = kv_placement
         self.layout = ActivationLayout(
             self._blocks,
             {key: placements[key].sharded(unit.shard_tokens) for key, unit in units.items()},
-            rank=0 if self._exchange is None else self._exchange.rank,
-            unsharded_token_placements=placements if self._shards_weights else None,
+            rank=0 if exchange is None else exchange.rank,
+            unsharded_token_placements=None if self._tensor is None else placements,
             sequences_in_flight=sequences_in_flight,
             kv_row_bytes=self._kv.row_bytes if kv_placement == "offloaded" else 0,
         )
@@ -180,11 +190,11 @@ class Stage:
         self._providers.begin(unit, self._layers, forward=True)
         x = self._providers.embed(unit) if x_CE is None else x_CE
         del x_CE  # otherwise it stays alive during all layers
-        layers = self._layers_of(unit, trains=training)
+        rotary = self._rotary(unit)
         for index in self._layers:
             saves = training and index in self._with_backward
             offloaded, retained = self.layout.tensor_rows(unit.key, index) if saves else ({}, {})
-            with layers.layer(index, saves=saves) as layer:
+            with self._layer(unit, index, rotary, saves=saves, trains=training) as layer:
                 x, saved = layer.forward(x, keep=frozenset(offloaded | retained))
             if saves:
                 if "chosen" in saved:
@@ -192,10 +202,8 @@ class Stage:
                 self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
         if unit.span.end == unit.span.length:
-            done = [i for i in self._layers if not training or i not in self._with_backward]
-            self._providers.states.release(unit.sequence, layers=done)
-            done = done if self._kv_placement == "retained" else [*self._layers]
-            self._kv.release(unit.sequence, layers=done)
+            kept = self._with_backward if training and self._kv_placement == "retained" else ()
+            self._kv.release(unit.sequence, layers=[i for i in self._layers if i not in kept])
         if not self.is_last:
             return x
         self._providers.loss(unit, x, loss_scale)
@@ -220,7 +228,7 @@ class Stage:
             self._providers.loads.complete(unit, self._with_backward)
         dx = self._providers.take_loss_gradient(unit) if dy_CE is None else dy_CE
         del dy_CE  # otherwise it stays alive during all layers
-        layers = self._layers_of(unit)
+        rotary = self._rotary(unit)
 
         def take(key: ActivationKey) -> Saved:
             self.restore_kv()
@@ -230,15 +238,14 @@ class Stage:
         for index in reversed(self._with_backward):
             saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
             if "x_in" not in saved:
-                self._recompute_input(layers, index, saved, taken, take)
-            with layers.layer(index) as layer:
+                self._recompute_input(unit, index, saved, taken, take, rotary)
+            with self._layer(unit, index, rotary) as layer:
                 layer.recompute_missing_rows(saved)
                 with self._sink(unit, index, deferred=defer_weights) as gradients:
                     dx = layer.backward(dx, saved=saved, gradients=gradients)
             self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
             self._kv.release(unit.sequence, layers=self._with_backward)
-            self._providers.states.release(unit.sequence, layers=self._with_backward)
             self._providers.loads.release(unit, self._with_backward)
         if not self._trains_below:
             return None
@@ -264,12 +271,12 @@ class Stage:
             unit: Unit to recompute; units of a sequence come in ascending order, all before the
                 sequence's first backward.
         """
-        layers = self._layers_of(unit)
+        rotary = self._rotary(unit)
         for index in self._blocks.kv_layers:
             x = self.store.retained.peek(ActivationKey(*unit.key, index), "x_in")
             assert x is not None, f"layer {index} has not retained its input"
             assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
-            with layers.layer(index) as layer:
+            with self._layer(unit, index, rotary) as layer:
                 layer.recompute_kv(x)
 
     def weight_gradients(self, unit: Unit) -> None:
@@ -293,11 +300,12 @@ class Stage:
 
     def _recompute_input(
         self,
-        layers: UnitLayers,
+        unit: Unit,
         index: int,
         saved: Saved,
         taken: dict[int, Saved],
         take: Callable[[ActivationKey], Saved],
+        rotary: RotaryTables,
     ) -> None:
         """Recompute the input x_in of layer ``index`` from the layer below and add it to ``saved``.
 
@@ -307,10 +315,10 @@ class Stage:
         """
         below = index - 1
         if below not in taken:
-            taken[below] = take(ActivationKey(*layers.unit.key, below))
+            taken[below] = take(ActivationKey(*unit.key, below))
         if "x_in" not in taken[below]:
-            self._recompute_input(layers, below, taken[below], taken, take)
-        with layers.layer(below) as layer:
+            self._recompute_input(unit, below, taken[below], taken, take, rotary)
+        with self._layer(unit, below, rotary) as layer:
             layer.recompute_missing_rows(taken[below])
             saved["x_in"] = layer.recompute_output(taken[below])
 
@@ -332,18 +340,58 @@ class Stage:
         )
         return self.layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
-    def _layers_of(self, unit: Unit, *, trains: bool = True) -> UnitLayers:
-        """Return the layers for one pass of a unit."""
+    def _rotary(self, unit: Unit) -> RotaryTables:
+        positions = unit.positions_C if self._tensor is None else unit.span_positions_C
+        return RotaryTables(self.model, positions, dtype=self._kv.dtype)
+
+    @contextmanager
+    def _layer(
+        self,
+        unit: Unit,
+        index: int,
+        rotary: RotaryTables,
+        *,
+        saves: bool = False,
+        trains: bool = True,
+    ) -> Iterator[Layer]:
+        """Yield layer ``index`` for a unit; ``saves`` in a forward with a backward to come."""
+        tokens = TokenExchange()
+        if self._tensor is not None:
+            both = self._tensor.gather, self._tensor.scatter_sum
+            tokens = TokenExchange(*(partial(one, shard_tokens=unit.shard_tokens) for one in both))
+        linear = self.model.linear_attention_of(self.model.layer_type(index))
+        scale, routing = self._adapter_scale, self._providers.loads.terms(unit, index)
+        with visit(self._providers.weights, index) as weights:
+            mixer: Mixer
+            if linear is None:
+                attention = self._attention(unit, index, saves=saves, trains=trains)
+                table = rotary.of_layer(index)
+                mixer = AttentionMixer(self.model, weights, table, attention, scale)
+            else:
+                heads = HeadExchange(linear, self._heads, unit.shard_tokens)
+                recurrence = StoredRecurrence(
+                    heads, self._providers.states, (index, unit.sequence), unit.span, saves
+                )
+                mixer = LinearMixer(self.model, weights, recurrence)
+            yield Layer(self.model, weights, mixer, tokens, scale, routing)
+
+    def _attention(self, unit: Unit, index: int, *, saves: bool, trains: bool) -> PrefixAttention:
+        """Return the attention of a unit in layer ``index``; offload K and V if they are saved."""
+        window, offload = self.model.layer_type(index).window, None
+        recomputes = self._recomputes_windows and self._kv_placement == "retained"
+        if saves and self._kv_placement == "offloaded":
+            offload = partial(self.store.put, ActivationKey(*unit.key, index, is_kv=True))
         unsaved = unit.shard_tokens  # of each rank the last ones
         if unit.key in self.layout.shards:
             unsaved = self.layout.unsaved_attention_tokens(unit.key)
-        recomputes = self._recomputes_windows and self._kv_placement == "retained"
-        return UnitLayers(
-            self.model,
-            self._providers,
-            self._exchange,
-            unit,
+        partial_kv = window is not None and (recomputes or not trains)
+        return PrefixAttention(
+            self._providers.kv(unit, index, partial=partial_kv),
+            unit.runs,
             unsaved,
-            keeps_windows=trains and not recomputes,
-            offloads_kv=self._kv_placement == "offloaded",
+            self._heads,
+            window=window,
+            document_starts=unit.span.document_starts,
+            scale=self.model.attention_scale,
+            offload=offload,
         )

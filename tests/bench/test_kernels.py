@@ -107,16 +107,16 @@ def test_rates_of_the_rule_predict_the_times_they_came_from():
     both = "forward and backward"
     timings |= {(512, heads, both): timing(512, heads, 3, 2) for heads in (1, 4)}
     rates = delta_rule.rule_rates(timings)
-    assert (rates.flops_per_s, rates.step_s) == pytest.approx((flops, step_s))
+    assert (rates.rule_flops_per_s, rates.rule_step_s) == pytest.approx((flops, step_s))
 
 
 def test_heads_that_take_no_time_leave_the_scan():
     rates = delta_rule.rule_rates({(512, n, "forward"): Timing(1e-3 / n, 0.0) for n in (1, 4)})
-    assert 0 < rates.flops_per_s <= 1e15
-    assert rates.step_s > 0
+    assert 0 < rates.rule_flops_per_s <= 1e15
+    assert rates.rule_step_s > 0
 
 
 def test_the_rule_is_measured_as_training_calls_it(operands):
     rates = delta_rule.measure_rule(bench_of(operands, ONCE, Watcher()), quick=True)
-    assert rates.flops_per_s > 1e6
-    assert rates.step_s >= 0
+    assert rates.rule_flops_per_s > 1e6
+    assert rates.rule_step_s >= 0

@@ -31,7 +31,7 @@ from sppo.cost.stages.executed_flops import executed_flops
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable, layers_without_backward
 from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
-from sppo.kernels import delta_rule
+from sppo.kernels import chunked_rule
 from tests.engine.models import (
     HYBRID,
     VARIANTS,
@@ -188,7 +188,7 @@ def test_products_of_the_rule_are_those_counted(key_heads):
     shapes = [(tokens, key_heads, keys)] * 2 + [(tokens, heads, values)] + [(tokens, heads)] * 2
     *inputs, state = (torch.rand(shape) for shape in [*shapes, (heads, keys, values)])
     operands = [x.requires_grad_() for x in (*inputs, state)]
-    rule = delta_rule.RuleInputs(*inputs), state
+    rule = chunked_rule.RuleOperands(*inputs, state)
     custom = {torch.ops.aten.baddbmm_: lambda total, a, b, **_: 2 * prod(a) * b[-1]}
 
     def counted(function):
@@ -196,11 +196,11 @@ def test_products_of_the_rule_are_those_counted(key_heads):
             found = function()
         return found, counter.get_total_flops() // tokens
 
-    of_outputs, forward = counted(lambda: delta_rule.delta_rule(*rule))
+    of_outputs, forward = counted(lambda: chunked_rule.chunked_rule(rule))
     _, backward = counted(lambda: torch.autograd.grad(of_outputs, operands, of_outputs))
-    _, again = counted(lambda: delta_rule.state_after(*rule))
+    _, again = counted(lambda: chunked_rule.chunked_state(rule))
     solution = 2 * CHUNK_TOKENS * heads * (keys + values)
-    assert delta_rule.CHUNK_TOKENS == CHUNK_TOKENS
+    assert chunked_rule.CHUNK_TOKENS == CHUNK_TOKENS
     assert rule_flops(linear) == forward + solution
     assert 2 * rule_flops(linear) == backward + solution
     assert repeated_rule_flops(linear) == 2 * forward + again + 3 * solution

@@ -23,6 +23,7 @@ from sppo.kernels import fused
 from sppo.kernels.attention import interface, rectangle_attention
 from sppo.kernels.attention.choice import AttentionKernel
 from sppo.model import rope
+from sppo.model.recurrence import Recurrence
 from sppo.offload import cuda_lane, lane, state_memory
 from sppo.training.devices import cuda_device
 from sppo.training.weights import starting_weights
@@ -31,6 +32,7 @@ from tests.dry_run.communication import REBOUND, FakeRanks
 from tests.dry_run.disk_threads import FakeFile
 from tests.dry_run.orderings import OrderingCheck
 from tests.dry_run.recorder import Recorder
+from tests.dry_run.recurrence import fake_backward
 from tests.dry_run.streams import Runtime, Wait
 from tests.dry_run.tensor_functions import DevicelessFunctions
 
@@ -91,6 +93,7 @@ def fake_gpu(
         stack.enter_context(patch.object(torch.cuda, "device", lambda _: nullcontext()))
         _replace_ranks(stack, recorder, rank)
         _replace_kernels(stack, recorder, fake_attention(backend))
+        stack.enter_context(patch.object(Recurrence, "backward", fake_backward(workload)))
         _replace_host(stack, recorder)
         for tables in _CACHED_TENSORS:
             tables.cache_clear()

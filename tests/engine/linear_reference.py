@@ -31,7 +31,7 @@ def linear_attention(
     ends = [*document_starts[1:], len(n1_SE)]
     o = torch.cat(
         [
-            _document(model, weights, prefix, n1_SE[start:end])
+            document_outputs(model, weights, prefix, n1_SE[start:end])
             for start, end in zip(document_starts, ends, strict=True)
         ]
     )
@@ -42,7 +42,7 @@ def linear_attention(
     return (normed * functional.silu(gate)).flatten(1) @ weights[prefix + "linear_o.weight"].T
 
 
-def _document(
+def document_outputs(
     model: ModelConfig, weights: Mapping[str, Tensor], prefix: str, n1_SE: Tensor
 ) -> Tensor:
     """Outputs of the rule for one document, ``[S, H, V]``."""

@@ -43,10 +43,12 @@ _ROTARY = {
 _SIX = {**_ROTARY, "num_hidden_layers": 6, "pad_token_id": None}
 _LINEAR = {
     **{**_ROTARY, "num_hidden_layers": 8, "head_dim": 8, "pad_token_id": None},
+    "rms_norm_eps": 0.03,
     **{"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_conv_kernel_dim": 4},
     **{"linear_num_value_heads": 4, "linear_value_head_dim": 10},
 }
-"""Six of eight layers have linear attention."""
+"""Six of eight layers have linear attention. Its first outputs are v times q k, which may be nearly
+zero; without a large number under the root their norm blows up rounding."""
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # Where a family lets them differ, hidden_size 24 is not num_attention_heads * head_dim = 60.
 _TINY = {

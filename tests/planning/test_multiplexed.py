@@ -8,6 +8,7 @@ from sppo.hardware.run_hardware import hardware_for
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.estimate import estimate
 from sppo.planning.run_plan import executed_candidate, plan_run
+from sppo.planning.search.candidates import candidates_of_degrees, with_schedule
 from sppo.planning.search.choices import Degrees, degree_problems, multiplexed_problem
 from sppo.planning.search.solver import solve
 from tests.planning.cases import run_config
@@ -79,6 +80,10 @@ def test_sequences_with_states_are_not_shared():
     ((key, rule),) = degree_problems(run, degrees=Degrees.of_run(run))
     assert key == "schedule"
     assert "model.linear_attention needs the state behind one for the next" in rule
+    free, node = run_config("qwen3.5-4b", length="32Ki"), hardware_for(run.hardware)
+    plain, *_ = candidates_of_degrees(free, hardware=node, degrees=Degrees(1, 2, 1))
+    assert with_schedule(free, plain, "seq_zb_h1") is not None
+    assert with_schedule(free, plain, "sppo_msp") is None
 
 
 @pytest.mark.parametrize("shards", [{"sequence_parallel": "megatron"}, {"zero": 3}])

@@ -25,8 +25,8 @@ from sppo.planning.why_nothing_fits import run_line
 from sppo.units import format_bytes, format_duration
 
 _MFU = (
-    "causal model FLOPs, nothing recomputed (6·weights·tokens + 6·S²·heads·head size a layer), "
-    "over time · devices · peak"
+    "causal model FLOPs, nothing recomputed (6·weights·tokens + 6·S²·heads·head size a layer with "
+    "attention), over time · devices · peak"
 )
 _MFU_OF_FROZEN = "; 4·weights·tokens of frozen weights, forward alone in layers without backward"
 

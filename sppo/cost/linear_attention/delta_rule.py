@@ -1,8 +1,8 @@
 """FLOPs, memory traffic and dependent steps of the gated delta rule of layers of linear attention.
 
-The rule runs in chunks of c tokens (:mod:`sppo.kernels.delta_rule`). Chunks are independent but for
-the scan that passes the state from one to the next, so a scan is as many steps that depend on each
-other as there are chunks, whatever the number of heads.
+The rule runs in chunks of c tokens (:mod:`sppo.kernels.chunked_rule`). Chunks are independent but
+for the scan that passes the state from one to the next, so a scan is as many steps that depend on
+each other as there are chunks, whatever the number of heads.
 
 Gradients take twice the FLOPs of the forward. Before them, backward repeats the forward twice, for
 the norm of its outputs and within tiles of tokens, and all of it but the outputs for the states
@@ -23,7 +23,7 @@ from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Table
 
 CHUNK_TOKENS = 64
-"""Tokens of a chunk (c), as in :mod:`sppo.kernels.delta_rule`."""
+"""Tokens of a chunk (c), as in :mod:`sppo.kernels.chunked_rule`."""
 
 
 class RuleWork(NamedTuple):

@@ -1,9 +1,10 @@
-"""Linear attention of one unit, from the state that the units before it have left.
+"""Linear attention of one unit, from the state that the unit before it has left.
 
 The state is that of the document which the unit continues. A unit that begins a document starts
-from nothing, and so does each document that begins within the unit.
+from zeros, and so does each document that begins within the unit.
 
-Legend: C tokens of the unit, H value heads, D size of a value, M channels of the convolution.
+Legend: C tokens of the unit on this rank, H value heads, D size of a value, M channels of the
+convolution.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sppo.config.model import LinearAttention
-from sppo.engine.recurrence.state_store import SequenceStates
+from sppo.engine.recurrence.head_exchange import HeadExchange
+from sppo.engine.recurrence.state_store import Key, StateStore
 from sppo.engine.unit import TokenSpan
 from sppo.model.gradients import GradientSink
 from sppo.model.layer import Weights
@@ -22,29 +23,31 @@ from sppo.model.recurrence import Recurrence, State
 
 @dataclass(frozen=True, slots=True)
 class StoredRecurrence:
-    """:class:`sppo.model.linear_mixer.SubsequenceRecurrence` of all tokens of a unit.
+    """:class:`sppo.model.linear_mixer.SubsequenceRecurrence` of this rank's tokens of a unit.
 
     Attributes:
-        linear: Heads, all of the layer or some of them.
-        states: States of the heads in the layer, between the units of the sequence.
+        heads: Heads of this rank, and their exchange for tokens.
+        store: Store of the states of these heads.
+        key: Layer and sequence.
         span: Positions of the unit.
-        for_backward: Whether the unit will run backward.
+        saves: Whether this is a forward with a backward to come.
     """
 
-    linear: LinearAttention
-    states: SequenceStates
+    heads: HeadExchange
+    store: StateStore
+    key: Key
     span: TokenSpan
-    for_backward: bool
+    saves: bool
 
     def forward(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Tensor:
         """Return the output ``[C, H, D]``; keep the state behind the unit."""
-        o, state = self._recurrence(qkv_CM, ab_C2H, weights).forward(self._state)
-        self.states.leave(self.span, state, for_backward=self.for_backward)
+        o, state = self._recur(qkv_CM, ab_C2H, weights)
+        self.store.leave(self.key, self.span, state, saves=self.saves)
         return o
 
     def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Tensor:
         """Return the output ``[C, H, D]`` again, of a unit that has not run backward."""
-        return self._recurrence(qkv_CM, ab_C2H, weights).forward(self._state)[0]
+        return self._recur(qkv_CM, ab_C2H, weights)[0]
 
     def backward(
         self,
@@ -55,34 +58,35 @@ class StoredRecurrence:
         gradients: GradientSink,
     ) -> tuple[Tensor, Tensor]:
         """Return (dqkv_CM, dab_C2H) in new memory; hand on the gradient of the state."""
-        dqkv, dab, dweights = self.gradients(do_CHD, qkv_CM, ab_C2H, weights)
-        for name, gradient in dweights.items():
-            if gradients.trains(name):
-                gradients.add(name, gradient)
-        return dqkv, dab
-
-    def gradients(
-        self, do_CHD: Tensor, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return (dqkv_CM, dab_C2H, gradients of the weights by name); hand on the state's."""
-        state, behind = self._state, self.states.gradient_behind(self.span)
+        qkv_CM, ab_C2H, do_CHD = self.heads.to_heads(qkv_CM, ab_C2H, do_CHD)
+        state, behind = self._state, self.store.gradient_behind(self.key)
         recurrence = self._recurrence(qkv_CM, ab_C2H, weights)
         dqkv, dab, dweights, dstate = recurrence.backward(do_CHD, behind, state)
-        self.states.hand_back(self.span, None if state is None else dstate)
-        return dqkv, dab, dweights
+        self.store.hand_back(self.key, self.span, None if state is None else dstate)
+        for name, gradient in dweights.items():
+            if gradients.trains(name):
+                gradients.add(name, self.heads.whole(gradient, weights[name]))
+        return self.heads.to_tokens(dqkv, dab)
+
+    def _recur(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> tuple[Tensor, State]:
+        """Return the output of this rank's tokens, and the state of its heads behind the unit."""
+        qkv_CM, ab_C2H = self.heads.to_heads(qkv_CM, ab_C2H)
+        o, state = self._recurrence(qkv_CM, ab_C2H, weights).forward(self._state)
+        return self.heads.outputs_to_tokens(o), state
 
     def _recurrence(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Recurrence:
-        return Recurrence(weights, self.linear, qkv_CM, ab_C2H, self._starts)
+        """Return the recurrence of this rank's heads over all tokens."""
+        own = self.heads.own_weights(weights)
+        return Recurrence(own, self.heads.own, qkv_CM, ab_C2H, self._starts)
 
     @property
     def _state(self) -> State | None:
         """State before the unit; None if the unit begins a document."""
-        return (
-            None if self.span.start in self.span.document_starts else self.states.before(self.span)
-        )
+        begins = self.span.start in self.span.document_starts
+        return None if begins else self.store.before(self.key, self.span)
 
     @property
     def _starts(self) -> tuple[int, ...]:
-        """Rows of the unit with which documents begin, but for the first row."""
+        """Tokens of the unit with which documents begin, but for its first token."""
         start, end = self.span.start, self.span.end
         return tuple(s - start for s in self.span.document_starts if start < s < end)

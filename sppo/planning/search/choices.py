@@ -395,17 +395,15 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
     """Return the numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending.
 
     Unless the run fixes the number, these are one and some divisors of a rank's layers with
-    attention, so stages have equally many of them; one alone if linear attention leaves ranks
-    unequally many. One is left out if the run asks to offload or recompute K and V.
+    attention, so stages have equally many of them. One is left out if the run asks to offload or
+    recompute K and V.
     """
     asked = run.parallel.virtual_stages
     if asked != "auto":
         return (asked,)
     if asked_schedule(run) not in ("auto", *WITH_VIRTUAL_STAGES):
         return (1,)
-    layers, rest = divmod(run.model.num_attention_layers, num_ranks)
-    is_even = rest == 0 or run.model.linear_attention is None
-    several = divisors(layers)[1:] if is_even else ()
+    several = divisors(run.model.num_attention_layers // num_ranks)[1:]
     last, steps = len(several) - 1, _MOST_VIRTUAL_STAGES - 1
     chosen = {several[last * step // steps] for step in range(steps + 1) if several}
     # With one stage on a rank, K and V are always in use and cannot leave the device.

@@ -68,14 +68,23 @@ def train(run, device):
     return outcome, [loss for loss, _ in losses(outcome.output)]
 
 
-@pytest.fixture
-def small(work, run_file):
+ATTENTION_ALONE = {**MODEL, "hidden_size": 128, "head_size": 64, "num_heads": 4}
+LINEAR = {
+    **ATTENTION_ALONE,
+    "layer_types": ["linear", "full"],
+    "linear_attention": {"key_heads": 2, "value_heads": 4, "key_size": 64, "value_size": 64},
+    "attention_gate": True,
+}
+
+
+@pytest.fixture(params=[ATTENTION_ALONE, LINEAR], ids=["attention alone", "linear attention"])
+def small(work, run_file, request):
     """A run of a model that every kernel takes, and the losses of the CPU."""
 
     def of(output, **sections):
         return load_run(
             run_file(
-                model={**MODEL, "hidden_size": 128, "head_size": 64, "num_heads": 4},
+                model=request.param,
                 train={"output": output, "dtype": "bf16"},
                 **sections,
             )
