@@ -271,4 +271,5 @@ def queries_bytes(shape: BlockLayout, tokens: Counts) -> Counts:
     for sizes in shape.row_bytes.values():
         own = [shape.sharded_bytes(sizes.get(name, 0), tokens) for name in _INPUTS]
         found.append(sum(own, start=np.zeros_like(tokens)))
-    return np.max(found, axis=0)
+    largest: Counts = np.max(found, axis=0)
+    return largest
