@@ -11,7 +11,7 @@
 #   SPPO_PYTHON  the interpreter with torch for CUDA (default: python3)
 #   SPPO_WHEELS  a directory of wheels, for a machine that reaches no package index: they are installed first, without
 #                what they depend on, into a directory that goes with the check. Carry what the machine lacks, e.g.
-#                pip download --only-binary=:all: --dest wheels triton pydantic numpy pytest rich typer transformers
+#                pip download --only-binary=:all: --dest wheels triton pydantic numpy pytest rich typer transformers fla-core
 #                Nothing else is installed, and the interpreter's own packages stay as they are.
 #   SPPO_GPU_CHECK_QUICK  set: fewer points
 set -euo pipefail

@@ -9,17 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.model.hf_models import FAMILIES as ALL
-from tests.model.hf_models import HYBRIDS
+from tests.model.hf_models import FAMILIES, HYBRIDS
 from tests.test_hf_training import Case, check
 from tests.tiers import default_of, exhaustive
 
 pytest.importorskip("transformers")
 
-FAMILIES = tuple(family for family in ALL if family not in HYBRIDS)
 S, F = "sliding_attention", "full_attention"
 SIX = {"num_hidden_layers": 6}
 MOSTLY_SLIDING = {"use_sliding_window": True, "sliding_window": 9, "layer_types": [S, S, F] * 2}
+WELL_CONDITIONED = {"rms_norm_eps": 0.1}
+"""Norms of outputs of linear attention, which are near zero where a query meets one key across it,
+would magnify rounding: with 1e-6, weights that differ by 1e-7 differ by a tenth in five steps."""
 DEEP = {
     "llama": SIX,
     "qwen2": {**SIX, **MOSTLY_SLIDING},
@@ -30,6 +31,7 @@ DEEP = {
     "smollm3": {"attention_bias": False},  # biases of k have no gradient where k is not rotated
     "qwen2_moe": MOSTLY_SLIDING,
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 9},
+    **dict.fromkeys(HYBRIDS, WELL_CONDITIONED),
 }
 """Keys of config.json of families whose tiny models are not deep, or have no layers to mix."""
 
@@ -76,17 +78,36 @@ LAYOUTS = {
 }
 """What a case has beside its family: degrees, policy, and keys of the run file."""
 
+SMOOTH_EPS = {"olmo3": 2e-4}
+"""Larger eps of Adam, on both sides, for families whose steps on isolated documents are otherwise
+worse conditioned than fp32 allows.
+
+An update changes by lr / eps, a thousand times the error of a gradient that is nearly zero. In
+float64 all five steps of olmo3 agree with transformers to 3e-8. In fp32 the gradient norm that
+transformers has in the fifth step is 2e-4 off its own in float64, and in float64 it changes by 6e-4
+if the weights change by 1e-7 of themselves. With an eps of 1e-4 these are 4e-6 and 1e-5.
+"""
+
 COVERING = ("gemma3_text", "gpt_oss")
 """Families that meet layouts in the default tier: with norms before and after, and with experts
 and sinks, both with windows."""
-ALONE = [family for family in FAMILIES[5:] if family not in COVERING]
+HYBRIDS_COVER = {
+    "qwen3_next": "pipeline and Ulysses, documents",
+    "qwen3_5_text": "looped, state offloaded",
+    "qwen3_5_moe_text": "documents",
+}
+"""Layouts that families with linear attention meet in the default tier."""
+REFUSED_OF_HYBRIDS = ("every second input", "pieces of units")
+ALONE = [family for family in FAMILIES[5:] if family not in (*COVERING, *HYBRIDS)]
 """Families that meet one rank in the default tier; those before are in the other comparison."""
 SELDOM = ("looped", "pipeline and Ulysses", "pipeline and Ulysses, documents")
 """Layouts that are parts of others, and left to the exhaustive tier."""
 
 
 def deep(family, **more):
-    return replace(Case(family, DEEP.get(family, {})), **more)
+    isolated = "data.isolate_documents" in more.get("keys", {})
+    eps = SMOOTH_EPS.get(family, Case.eps) if isolated else Case.eps
+    return replace(Case(family, DEEP.get(family, {}), eps=eps), **more)
 
 
 def pairs():
@@ -95,8 +116,11 @@ def pairs():
         for family in FAMILIES:
             if layout.startswith("windows") and family not in COVERING:
                 continue  # needs windows in some layers
+            if layout in REFUSED_OF_HYBRIDS and family in HYBRIDS:
+                continue
             pair = (family, layout)
             covers = family in COVERING and layout not in SELDOM
+            covers |= HYBRIDS_COVER.get(family) == layout
             yield pair if covers else exhaustive(pair)[0]
 
 

@@ -21,6 +21,16 @@ def _experts_are_whole(run: RunConfig) -> Broken:
         )
 
 
+def _norms_have_all_heads(run: RunConfig) -> Broken:
+    """Sharded weights (Megatron) leave each device some heads, too few for a norm over all."""
+    if run.model.qk_norm == "all" and run.parallel.sequence_parallel == "megatron":
+        yield (
+            "parallel.sequence_parallel",
+            "gives each device some of the heads, and model.qk_norm=all norms q and k over all of "
+            "them; write ulysses, which shards tokens",
+        )
+
+
 def _linear_attention_is_served(run: RunConfig) -> Broken:
     """Linear attention has whole weights on every device, and runs from every layer's input."""
     if run.model.linear_attention is None:
@@ -117,6 +127,7 @@ def _positions_reach(run: RunConfig) -> Broken:
 
 MODEL_RULES = (
     _experts_are_whole,
+    _norms_have_all_heads,
     _linear_attention_is_served,
     _routing_suits_model,
     _adapter_suits_model,

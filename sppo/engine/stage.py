@@ -27,7 +27,8 @@ from sppo.cost.trainable import layers_with_backward, trains_embedding
 from sppo.engine.attention.prefix_attention import PrefixAttention
 from sppo.engine.providers.part_rows import WeightPart
 from sppo.engine.providers.weights import visit
-from sppo.engine.recurrence.stored_recurrence import recurrence_of
+from sppo.engine.recurrence.head_exchange import HeadExchange
+from sppo.engine.recurrence.stored_recurrence import StoredRecurrence
 from sppo.engine.saved_rows import cut, join
 from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
@@ -367,13 +368,9 @@ class Stage:
                 table = rotary.of_layer(index)
                 mixer = AttentionMixer(self.model, weights, table, attention, scale)
             else:
-                recurrence = recurrence_of(
-                    unit,
-                    index,
-                    linear,
-                    store=self._providers.states,
-                    heads=self._heads,
-                    saves=saves,
+                heads = HeadExchange(linear, self._heads, unit.shard_tokens)
+                recurrence = StoredRecurrence(
+                    heads, self._providers.states, (index, unit.sequence), unit.span, saves
                 )
                 mixer = LinearMixer(self.model, weights, recurrence)
             yield Layer(self.model, weights, mixer, tokens, scale, routing)

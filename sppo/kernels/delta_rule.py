@@ -6,7 +6,8 @@ S has at k, and reads it; consecutive value heads share q and k::
     S <- exp(g) S        S <- S + k (beta (v - S' k))'        o = S' q
 
 torch computes it everywhere. On a GPU the package fla-core computes it for tensors in half
-precision, if it is right on a small case.
+precision, if it is right on a small case, unless torch is asked to be deterministic: each process
+measures which of its kernels are fast, and another choice rounds otherwise.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ _log = logging.getLogger(__name__)
 _LEAST_FLA = "0.6"
 """First version that is right, or says so, where earlier ones had wrong gradients: on Hopper GPUs
 with triton 3.4 to 3.7.0, on Blackwell GPUs (issues 640, 913, 945, 999 of its repository)."""
+_HOPPER = 9
+"""Major compute capability of Hopper GPUs."""
+_WRONG_ON_HOPPER = ("3.4", "3.7.1")
+"""Versions of triton, the last one left out, with which it has no right gradients on Hopper GPUs
+in its own kernels. It says so only behind a compilation of minutes."""
 _MOST_ERROR = 0.05
 """Relative error of a small case; roundings to bf16 cost less than 0.01."""
 
@@ -50,6 +56,7 @@ def _fla_serves(x: RuleOperands) -> bool:
     return (
         v.device.type == "cuda"
         and v.dtype in (torch.bfloat16, torch.float16)
+        and not torch.are_deterministic_algorithms_enabled()
         and _fla_works(v.device, v.dtype, *x.state_HKV.shape[1:])
     )
 
@@ -73,12 +80,19 @@ def _why_not_fla(
         return "is not installed (pip install 'sppo[fla]')"
     if TorchVersion(version) < _LEAST_FLA:
         return f"{version} has known wrong gradients: install {_LEAST_FLA} or later"
+    first, right = _WRONG_ON_HOPPER
+    if _is_hopper(device) and first <= TorchVersion(metadata.version("triton")) < right:
+        return f"has no right gradients on Hopper GPUs with this triton: install {right} or later"
     try:
         error = _error_on_a_small_case(device, dtype, key_size, value_size)
     except Exception as failure:  # third-party packages may raise anything
         first_line = (str(failure).splitlines() or [""])[0]
         return f"{version} fails on a small case with {type(failure).__name__}: {first_line}"
     return None if error <= _MOST_ERROR else f"{version} is wrong on a small case: {error:.1e}"
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def _error_on_a_small_case(
@@ -98,7 +112,8 @@ def _error_on_a_small_case(
     ours = _results(_fla_rule, operands, (do, dstate))
     exact = [[x.cpu().double() for x in some] for some in (operands, (do, dstate))]
     pairs = zip(ours, _results(chunked_rule, *exact), strict=True)
-    return max(float((a.cpu().double() - b).norm() / b.norm()) for a, b in pairs)
+    errors = torch.stack([(a.cpu().double() - b).norm() / b.norm() for a, b in pairs])
+    return float(errors.max())  # NaN if one is
 
 
 def _results(
@@ -129,4 +144,4 @@ def _fla_rule(x: RuleOperands) -> tuple[Tensor, Tensor]:
         cu_seqlens=edges.to(x.v_CHV.device) if others else None,
         cu_seqlens_cpu=edges if others else None,
     )
-    return o_1CHV[0], states[-1]
+    return o_1CHV[0], states[-1].clone()

@@ -75,7 +75,7 @@ class Recurrence:
         heads = self.ab_C2H.shape[1] // 2
         o_CHV = self.qkv_CM.new_empty(len(self.qkv_CM), heads, self.linear.value_size)
         for tile in self._tiles:
-            o_CHV[tile], wide = self._tile_forward(tile, wide)
+            o_CHV[tile], wide = self._tile_forward(tile, self._operands(tile, wide))
         return o_CHV, self._narrow(wide)
 
     def backward(
@@ -90,52 +90,43 @@ class Recurrence:
         """
         states, dwide = [self._wide(state)], self._wide(dstate)
         for tile in self._tiles[:-1]:
-            states.append(self._tile_state(tile, states[-1]))
+            states.append(self._tile_state(tile, self._operands(tile, states[-1])))
         dqkv_CM, dab_C2H = torch.empty_like(self.qkv_CM), torch.empty_like(self.ab_C2H)
         dweights: dict[str, Tensor] = {}
         for tile in reversed(self._tiles):
             dwide, dqkv_CM[tile], dab_C2H[tile], *of_weights = self._tile_backward(
-                tile, do_CHV[tile], dwide, states.pop()
+                tile, self._operands(tile, states.pop()), do_CHV[tile], dwide
             )
             for name, gradient in zip(RECURRENCE_WEIGHTS, of_weights, strict=True):
                 dweights[name] = dweights[name] + gradient if name in dweights else gradient
         return dqkv_CM, dab_C2H, dweights, self._narrow(dwide)
 
-    def _tile_forward(self, tile: slice, state: State) -> tuple[Tensor, State]:
-        """Return the outputs of a tile, and the state behind it, from that before."""
-        rule, rows_RM = self._rule(tile, *self._operands(tile, state))
+    def _tile_forward(self, tile: slice, operands: Sequence[Tensor]) -> tuple[Tensor, State]:
+        """Return the outputs of a tile, and the state behind it."""
+        rule, rows_RM = self._rule(tile, operands)
         o_CHV, matrix_HKV = delta_rule(rule)
         return o_CHV, State(matrix_HKV, rows_RM)
 
-    def _tile_state(self, tile: slice, state: State) -> State:
-        """Return the state behind a tile, from that before."""
-        rule, rows_RM = self._rule(tile, *self._operands(tile, state))
+    def _tile_state(self, tile: slice, operands: Sequence[Tensor]) -> State:
+        """Return the state behind a tile."""
+        rule, rows_RM = self._rule(tile, operands)
         return State(state_after(rule), rows_RM)
 
     def _tile_backward(
-        self, tile: slice, do_CHV: Tensor, dstate: State, state: State
+        self, tile: slice, operands: Sequence[Tensor], do_CHV: Tensor, dstate: State
     ) -> tuple[Any, ...]:
         """Return the gradients of the state before a tile, of its qkv and ab, and of weights."""
-        operands = [x.requires_grad_() for x in self._operands(tile, state)]
+        leaves = [x.requires_grad_() for x in operands]
         with torch.enable_grad():
-            rule, rows_RM = self._rule(tile, *operands)
-            outputs = *delta_rule(rule), rows_RM
-        found = torch.autograd.grad(outputs, operands, (do_CHV, *dstate))
+            o_CHV, state = self._tile_forward(tile, leaves)
+        found = torch.autograd.grad((o_CHV, *state), leaves, (do_CHV, *dstate))
         dmatrix_HKV, drows_RM, *others = found
         return State(dmatrix_HKV, drows_RM.clone()), *others
 
-    def _rule(
-        self,
-        tile: slice,
-        matrix_HKV: Tensor,
-        rows_RM: Tensor,
-        qkv_CM: Tensor,
-        ab_C2H: Tensor,
-        *weights: Tensor,
-    ) -> tuple[RuleOperands, Tensor]:
+    def _rule(self, tile: slice, operands: Sequence[Tensor]) -> tuple[RuleOperands, Tensor]:
         """Return the operands of the rule for a tile, and the rows that are carried on."""
         starts = [s - tile.start for s in self.starts if tile.start <= s < tile.stop]
-        *conv, log_rate_H, bias_H = weights
+        matrix_HKV, rows_RM, qkv_CM, ab_C2H, *conv, log_rate_H, bias_H = operands
         y_CM, rows_RM = _convolve(torch.cat([rows_RM, qkv_CM]), torch.cat(conv), starts)
         q, k, v = torch.split(functional.silu(y_CM), [len(weight) for weight in conv], 1)
         q_CJK, k_CJK = (_of_length_1(x.view(len(x), -1, self.linear.key_size)) for x in (q, k))
@@ -147,7 +138,7 @@ class Recurrence:
         return RuleOperands(q, k, v, g_CH, b_CH.sigmoid(), matrix_HKV, starts), rows_RM
 
     def _operands(self, tile: slice, state: State) -> list[Tensor]:
-        """Return the differentiable arguments of :meth:`_rule`, in the accumulation dtype."""
+        """Return what a tile is computed from, in the accumulation dtype, to differentiate by."""
         weights = (self.weights[name] for name in RECURRENCE_WEIGHTS)
         operands = *state, self.qkv_CM[tile], self.ab_C2H[tile], *weights
         return [x.detach().to(accumulation_dtype(self.qkv_CM.dtype)) for x in operands]

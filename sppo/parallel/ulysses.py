@@ -8,14 +8,13 @@ the tokens.
 
 Legend: c tokens of this rank, C tokens of the whole subsequence, N query heads, K key/value heads,
 D head size, G ranks, n = N/G query heads of this rank, k = max(1, K/G) key/value heads of this
-rank, W elements of a token on one rank.
+rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,8 @@ def shard_tokens(tokens: int, *, degree: int) -> tuple[int, ...]:
 class UlyssesAllToAll:
     """All-to-all between shards of tokens and shards of heads.
 
-    Methods take and return tensors for queries, and for keys or values. Their argument
-    ``shard_tokens`` is the number of tokens on each rank; its sum is C.
+    Methods take and return tensors for queries, of any number of heads, and for keys or values.
+    Their argument ``shard_tokens`` is the number of tokens on each rank; its sum is C.
 
     Args:
         group: Ranks over which tokens are sharded.
@@ -48,10 +47,6 @@ class UlyssesAllToAll:
         self._group, self.rank, self.degree = group, rank, group.size()
         self.shard = head_shard(num_heads, kv_heads, degree=self.degree)
 
-    def of_heads(self, num_heads: int, kv_heads: int) -> UlyssesAllToAll:
-        """Return the all-to-all of other heads among the same ranks."""
-        return UlyssesAllToAll(self._group, rank=self.rank, num_heads=num_heads, kv_heads=kv_heads)
-
     def to_heads(
         self,
         queries: Sequence[Tensor],
@@ -61,19 +56,16 @@ class UlyssesAllToAll:
     ) -> list[Tensor]:
         """Return queries ``[c, N, D]`` as ``[C, n, D]``, then keys ``[c, K, D]`` as ``[C, k, D]``.
 
-        All go in one all-to-all; each may have a D of its own.
+        All go in one all-to-all.
         """
         sent = [*map(self._split, queries), *map(self._split_keys, keys)]
-        heads = [tensor.shape[2:] for tensor in sent]
-        out_GcW = torch.cat([tensor.flatten(2) for tensor in sent], dim=2)
-        _, tokens, width = out_GcW.shape
-        received = out_GcW.new_empty((sum(shard_tokens), width))
-        sizes = [count * width for count in shard_tokens], [tokens * width] * self.degree
-        dist.all_to_all_single(received.view(-1), out_GcW.view(-1), *sizes, group=self._group)
-        parts = torch.split(received, [*map(prod, heads)], dim=1)
-        return [
-            part.contiguous().view(len(part), *of) for part, of in zip(parts, heads, strict=True)
-        ]
+        heads = [tensor.shape[2] for tensor in sent]
+        out_GchD = torch.cat(sent, dim=2).contiguous()
+        tokens, row = out_GchD.shape[1], out_GchD.shape[2] * out_GchD.shape[3]
+        received = out_GchD.new_empty((sum(shard_tokens), *out_GchD.shape[2:]))
+        sizes = [count * row for count in shard_tokens], [tokens * row] * self.degree
+        dist.all_to_all_single(received.view(-1), out_GchD.view(-1), *sizes, group=self._group)
+        return [part.contiguous() for part in torch.split(received, heads, dim=1)]
 
     def to_tokens(
         self,
@@ -84,17 +76,15 @@ class UlyssesAllToAll:
     ) -> list[Tensor]:
         """Return queries ``[C, n, D]`` as ``[c, N, D]``, then keys ``[C, k, D]`` as ``[c, K, D]``.
 
-        Those of keys are gradients, summed over ranks that share a head. All go in one all-to-all;
-        each may have a D of its own.
+        Those of keys are gradients, summed over ranks that share a head. All go in one all-to-all.
         """
-        heads = [tensor.shape[1:] for tensor in (*queries, *keys)]
-        out_CW = torch.cat([tensor.flatten(1) for tensor in (*queries, *keys)], dim=1)
-        tokens, width = shard_tokens[self.rank], out_CW.shape[1]
-        received = out_CW.new_empty((self.degree, tokens, width))
-        sizes = [tokens * width] * self.degree, [count * width for count in shard_tokens]
-        dist.all_to_all_single(received.view(-1), out_CW.view(-1), *sizes, group=self._group)
-        split = torch.split(received, [*map(prod, heads)], dim=2)
-        parts = [part.view(self.degree, tokens, *of) for part, of in zip(split, heads, strict=True)]
+        sent = [*queries, *keys]
+        out_ChD = torch.cat(sent, dim=1).contiguous()
+        tokens, row = shard_tokens[self.rank], out_ChD.shape[1] * out_ChD.shape[2]
+        received = out_ChD.new_empty((self.degree, tokens, *out_ChD.shape[1:]))
+        sizes = [tokens * row] * self.degree, [count * row for count in shard_tokens]
+        dist.all_to_all_single(received.view(-1), out_ChD.view(-1), *sizes, group=self._group)
+        parts = torch.split(received, [tensor.shape[1] for tensor in sent], dim=2)
         joined = [_join(part) for part in parts[: len(queries)]]
         return joined + [self._join_keys(part) for part in parts[len(queries) :]]
 
@@ -114,8 +104,8 @@ class UlyssesAllToAll:
 
     def _split(self, x_cND: Tensor) -> Tensor:
         """Return the query heads for each rank, ``[G, c, n, D]``."""
-        tokens, _, size = x_cND.shape
-        return x_cND.reshape(tokens, self.degree, self.shard.queries, size).transpose(0, 1)
+        tokens, heads, size = x_cND.shape
+        return x_cND.reshape(tokens, self.degree, heads // self.degree, size).transpose(0, 1)
 
     def _split_keys(self, x_cKD: Tensor) -> Tensor:
         """Return the key/value heads for each rank, ``[G, c, k, D]``."""

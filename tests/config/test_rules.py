@@ -208,6 +208,11 @@ EXPERTS = {"count": 4, "per_token": 2, "mlp_size": 16}
             "parallel.sequence_parallel megatron shards the weights of layers, but not those of "
             "model.experts; write ulysses",
         ),
+        (
+            {"model": {"qk_norm": "all"}, "parallel": {"sequence_parallel": "megatron"}},
+            "parallel.sequence_parallel megatron gives each device some of the heads, and "
+            "model.qk_norm=all norms q and k over all of them; write ulysses",
+        ),
         ({"routing": {"z_loss": 1e-3}}, "routing.z_loss 0.001 belongs to model.experts"),
         (
             {"model": {"experts": EXPERTS}, "routing": {"bias_update": 1e-3}},
@@ -231,7 +236,7 @@ EXPERTS = {"count": 4, "per_token": 2, "mlp_size": 16}
         ),
     ],
 )
-def test_what_experts_refuse(sections, told):
+def test_what_models_of_today_refuse(sections, told):
     assert [problem for problem in problems(**sections) if problem.startswith(told)]
 
 

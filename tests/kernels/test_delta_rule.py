@@ -116,12 +116,13 @@ def test_the_state_behind_keeps_no_other_memory():
 @pytest.fixture
 def fla(monkeypatch):
     """The package fla-core, of which the rule is token by token; its options may be changed."""
-    package = {"version": "0.6.1", "rule": _fla_rule}
+    package = {"version": "0.6.1", "triton": "3.7.1", "rule": _fla_rule}
 
     def version(name):
-        if name != "fla-core" or package["version"] is None:
+        found = package["version"] if name == "fla-core" else package["triton"]
+        if found is None:
             raise metadata.PackageNotFoundError(name)
-        return package["version"]
+        return found
 
     module = ModuleType("fla.ops.gated_delta_rule")
     module.chunk_gated_delta_rule = lambda *tensors, **options: package["rule"](*tensors, **options)
@@ -171,23 +172,28 @@ def test_fla_is_used_if_it_is_right_on_a_small_case(fla, caplog):
 
 
 class _WrongGradient(torch.autograd.Function):
-    """Its argument, whose gradient comes back too large by a tenth."""
+    """Its argument, whose gradient comes back multiplied by a factor."""
 
     @staticmethod
-    def forward(context, x):
+    def forward(context, x, factor):
+        context.factor = factor
         return x.clone()
 
     @staticmethod
     def backward(context, dx):
-        return 1.1 * dx
+        return context.factor * dx, None
 
 
 def _wrong_decay_gradient(q, k, v, g, beta, **options):
-    return _fla_rule(q, k, v, _WrongGradient.apply(g), beta, **options)
+    return _fla_rule(q, k, v, _WrongGradient.apply(g, 1.1), beta, **options)
 
 
 def _without_state_gradient(*tensors, initial_state, **options):
     return _fla_rule(*tensors, initial_state=initial_state.detach() + 0 * initial_state, **options)
+
+
+def _nan_in_a_gradient(q, k, v, g, beta, **options):
+    return _fla_rule(q, k, v, g, _WrongGradient.apply(beta, torch.nan), **options)
 
 
 def _refuses(*tensors, **options):
@@ -202,11 +208,23 @@ BROKEN = {
         {"rule": _without_state_gradient},
         "0.6.1 is wrong on a small case: 1.0e+00",
     ),
+    "NaN": ({"rule": _nan_in_a_gradient}, "0.6.1 is wrong on a small case: nan"),
     "refuses": (
         {"rule": _refuses},
         "0.6.1 fails on a small case with RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs",
     ),
 }
+
+
+@pytest.mark.parametrize(("triton", "used"), [("3.3.1", True), ("3.6.0", False), ("3.7.1", True)])
+def test_a_triton_with_wrong_gradients_is_not_compiled_for(fla, caplog, monkeypatch, triton, used):
+    monkeypatch.setattr(delta_rule, "_is_hopper", lambda device: True)
+    fla["triton"] = triton
+    rule, calls = fla["rule"], []
+    fla["rule"] = lambda *tensors, **options: calls.append(1) or rule(*tensors, **options)
+    found, reasons = works(caplog)
+    assert (found, bool(calls)) == (used, used)
+    assert reasons == [] or reasons[0].endswith("with this triton: install 3.7.1 or later")
 
 
 @pytest.mark.parametrize(("broken", "reason"), BROKEN.values(), ids=BROKEN)

@@ -88,11 +88,6 @@ def test_narrow_sums_are_rounded_once(ranks):
         assert (own == 1.0 + 2.0**-7).all()
 
 
-def test_a_norm_over_all_heads_is_refused():
-    with pytest.raises(ValueError, match=r"qk_norm=all .*sequence_parallel=ulysses"):
-        tensor_shard(tiny_model(OF_ALL_HEADS), degree=2)
-
-
 @pytest.mark.parametrize(
     ("variant", "degree", "kv_heads"), each_once(SHARDED, [1, 2, 4, 8], [8, 1, 4, 2, 1])
 )

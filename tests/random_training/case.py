@@ -121,10 +121,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 LINEAR_ATTENTION = {
-    "key_heads": 2,
-    "value_heads": 4,
+    "key_heads": 4,
+    "value_heads": 8,
     "key_size": 6,
-    "value_size": 5,
+    "value_size": 3,
     "conv_size": 4,
 }
 ROPES = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sppo.config.model import Experts
-from sppo.cost.live_sets.cpu_scratch import product_bytes, weight_gradient_bytes
+from sppo.cost.live_sets.cpu_scratch import product_bytes, tiles_bytes, weight_gradient_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
 from sppo.cost.parameters import parameter_kind
 from sppo.cost.tiles import expert_tile_tokens
@@ -56,8 +56,11 @@ def mlp_backward(s: TensorSizes) -> Iterator[LiveSet]:
     yield "expert inputs recomputed", base + again + product_bytes(s)
     base += s.hidden_bytes  # dn2
     scratch = max(product_bytes(s), _weight_gradient_bytes(s))
-    of_activation = tile.order + tile.rows_E + 2 * tile.rows_F
-    yield "expert activation backward", base + of_activation + scratch
+    beside = base + tile.order + tile.rows_E + tile.rows_F  # rows of dy, and dhidden by tokens
+    yield "expert activation backward", beside + tile.rows_F + scratch
+    width = experts.per_token * experts.mlp_size
+    tiles = tiles_bytes(s, 3, width=width) * s.element_bytes // ACCUMULATION_BYTES
+    yield "tiles of the expert activation", beside + tiles
     # Rows of n2 and of two of their gradients, and rows of the gradient of a gate or an up.
     yield "expert backward", base + tile.order + 3 * tile.rows_E + tile.rows_F + scratch
     factors = s.adapter_bytes("shared_gate", "shared_up", "shared_down")

@@ -39,13 +39,8 @@ def tensor_shard(model: ModelConfig, *, degree: int) -> HeadShard:
     """Return the heads of each of ``degree`` ranks that shard the weights of every layer.
 
     Raises:
-        ValueError: Heads or the MLP cannot be sharded evenly, or a norm spans all heads.
+        ValueError: Heads or the MLP cannot be sharded evenly.
     """
-    if model.qk_norm == "all" and degree > 1:
-        raise ValueError(
-            "parallel.sequence_parallel=megatron: model.qk_norm=all norms q and k over all heads, "
-            "of which each device has some; write parallel.sequence_parallel=ulysses"
-        )
     shard = head_shard(model.num_heads, model.kv_heads, degree=degree)
     if model.mlp_size % degree:
         raise ValueError(

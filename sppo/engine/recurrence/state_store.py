@@ -38,12 +38,7 @@ class StateStore:
     def leave(self, key: Key, span: TokenSpan, state: State, *, saves: bool) -> None:
         """Keep the state behind a unit that has run forward, unless no unit follows.
 
-        Args:
-            key: Layer and sequence.
-            span: Positions of the unit.
-            state: State behind the unit.
-            saves: Whether the unit will run backward, from the state before it; if not, that state
-                is freed.
+        The state before the unit is freed, unless forward ``saves`` it for backward.
         """
         self._reach(key, span.start, span.end)
         if not saves:
@@ -60,10 +55,7 @@ class StateStore:
     def hand_back(self, key: Key, span: TokenSpan, gradient: State | None) -> None:
         """Keep the gradient of the state before a unit that has run backward, and free the state.
 
-        Args:
-            key: Layer and sequence.
-            span: Positions of the unit.
-            gradient: Gradient of the state before the unit; None if no token depends on the state.
+        The gradient is None if no token depends on the state.
         """
         self._reach(key, span.end, span.start)
         self._free(self._states.pop((key, span.start), None))

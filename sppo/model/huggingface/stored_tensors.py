@@ -101,8 +101,11 @@ def _tensors_of_layout(model: ModelConfig, names: TensorNames) -> tuple[HfTensor
         stored = HEAD if ours == "head.weight" else names.stored(ours)
         groups.setdefault(stored, []).append(ours)
     for stored, parts in groups.items():
-        for tensor in _tensors(stored, parts, shapes, model=model, names=names):
-            tensors[tensor.name] = tensor
+        if EXPERT in stored:
+            found = _tensors_of_experts(stored, parts[0], shapes[parts[0]], prefix=names.prefix)
+        else:
+            found = [_tensor(stored, parts, shapes, model=model, names=names)]
+        tensors |= {tensor.name: tensor for tensor in found}
     return tuple(tensors.values())
 
 
@@ -150,27 +153,26 @@ def is_buffer(name: str) -> bool:
     return _BUFFERS.search(name) is not None
 
 
-def _tensors(
+def _tensors_of_experts(stored: str, part: str, shape: Shape, *, prefix: str) -> list[HfTensor]:
+    """Return the tensors of all experts, each of which has a share of one parameter."""
+    return [
+        HfTensor(
+            stored.replace(EXPERT, str(expert)), prefix, shape[1:], (HfPart(part, expert=expert),)
+        )
+        for expert in range(shape[0])
+    ]
+
+
+def _tensor(
     stored: str,
     parts: list[str],
     shapes: dict[str, Shape],
     *,
     model: ModelConfig,
     names: TensorNames,
-) -> list[HfTensor]:
-    """Return the tensor of one name, or those of all experts."""
+) -> HfTensor:
+    """Return the tensor of one name, with all parameters in it."""
     module = parts[0].split(".")[-2]
-    if EXPERT in stored:
-        count, *shape = shapes[parts[0]]
-        return [
-            HfTensor(
-                stored.replace(EXPERT, str(expert)),
-                names.prefix,
-                tuple(shape),
-                (HfPart(parts[0], expert=expert),),
-            )
-            for expert in range(count)
-        ]
     stacked = module.startswith("expert_")
     axis = 1 if stacked else 0
     groups = field_of(model, names.groups[module]) if module in names.groups else 1
@@ -185,16 +187,14 @@ def _tensors(
         shape[-2:] = shape[:-3:-1]
     if module in names.depthwise:
         shape.insert(1, 1)
-    return [
-        HfTensor(
-            name=stored,
-            prefix="" if stored == HEAD else names.prefix,
-            shape=tuple(shape),
-            parts=tuple(found),
-            transposed=transposed,
-            stacked=stacked,
-            depthwise=module in names.depthwise,
-            groups=groups,
-            is_fp32=".".join(parts[0].split(".")[2:]) in names.fp32,
-        )
-    ]
+    return HfTensor(
+        name=stored,
+        prefix="" if stored == HEAD else names.prefix,
+        shape=tuple(shape),
+        parts=tuple(found),
+        transposed=transposed,
+        stacked=stacked,
+        depthwise=module in names.depthwise,
+        groups=groups,
+        is_fp32=".".join(parts[0].split(".")[2:]) in names.fp32,
+    )

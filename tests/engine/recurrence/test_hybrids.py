@@ -38,6 +38,7 @@ GRIDS = (
         virtual=2, sp=2, schedule="looped_bfs", kv_recomputed=(0,), streams=("weights", "gradients")
     ),
     Leg(pp=2, kv_offloaded=(0, 1), tier="disk", ratio=1.0, last_too=True, policy="kept"),
+    Leg(sp=2, tier="host", ratio=0.6, last_too=True, policy="rebuilt"),
 )
 CUTS = (0, 8, 9, 16, 24)
 PATTERNS = ("llfl", "flll", "lfl", "fll", "lslf")
