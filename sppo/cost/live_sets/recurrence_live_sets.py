@@ -45,8 +45,8 @@ def recurrence_backward(s: TensorSizes) -> int:
     shared = 3 * own.conv_width + 5 * own.keys_width + 2 * heads * _NUMBERS
     shared += rounded * s.is_half
     scan = heads * (4 * keys + 6 * values + 4 * CHUNK_TOKENS) + own.key_heads * CHUNK_TOKENS
-    scores = heads * (2 * keys + 5 * values + 6 * CHUNK_TOKENS) + 3 * own.key_heads * CHUNK_TOKENS
-    tile = max(_tile_bytes(s, shared + scan, states=3), _tile_bytes(s, shared + scores, states=2))
+    scores = heads * (3 * keys + 6 * values + 6 * CHUNK_TOKENS) + 3 * own.key_heads * CHUNK_TOKENS
+    tile = max(_tile_bytes(s, shared + scan, states=3), _tile_bytes(s, shared + scores, states=1))
     between = max(1, -(-s.rows // RECURRENCE_TOKENS) - 1)
     state = state_bytes(s.model, ACCUMULATION_BYTES, s.workload.sequence_parallel_degree)
     return s.linear_input_bytes + between * state + tile

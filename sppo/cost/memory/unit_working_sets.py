@@ -7,7 +7,8 @@ by rows; joined tensors are part of the working set, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,10 +18,11 @@ from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,
     LINEAR,
+    X_IN,
     class_bytes_per_token,
 )
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer_kinds import LayerKind, kinds_of_model
+from sppo.cost.layer_kinds import LayerKind, kinds_of_model, layer_kinds
 from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, same_prefixes, working_sets
 from sppo.cost.stages.stage_cost import kinds_of_stages
@@ -118,8 +120,13 @@ def running_bytes(
     every = candidate.input_every
     if not layers:
         recomputed, retained = frozenset((ATTENTION, LINEAR)), frozenset()
-    found = [
-        working_sets(
+    above = {} if shard else _saved_above(candidate, stage=stage, retained=retained)
+    here, row_bytes = tokens // candidate.workload.sequence_parallel_degree, 0
+    if layers <= every and X_IN in retained:  # the place of the gradient from the layer above
+        row_bytes = candidate.workload.hidden_row_bytes
+    forwards, backwards = [], []
+    for kind in _kinds(candidate, stage=stage):
+        (_, forward), (_, backward) = working_sets(
             candidate.workload,
             tokens=-(-tokens // candidate.workload.sequence_parallel_degree),
             prefix=prefix,
@@ -134,10 +141,41 @@ def running_bytes(
             kind=kind,
             recomputes_windows=candidate.recomputes_windows[stage],
         )
-        for kind in _kinds(candidate, stage=stage)
-    ]
-    forward, backward = (max(live for _, live in sets) for sets in zip(*found, strict=True))
-    return forward, backward
+        saved = int(here * above.get(kind, 0.0))
+        forwards.append(forward - saved)
+        backwards.append(backward - max(0, saved - here * row_bytes))
+    return max(forwards), max(backwards)
+
+
+def _saved_above(
+    candidate: Candidate, *, stage: int, retained: frozenset[int]
+) -> Mapping[LayerKind | None, float]:
+    """Return the bytes per token that layers above the last layer of each kind retain.
+
+    They count as held during the whole forward and backward of a unit, but are not yet saved in the
+    one, and free in the other, while that layer runs. With deferred weight halves they are not
+    free, and layers that share an input run at once: then nothing is returned.
+    """
+    deferred = candidate.schedule in DEFERRING_WEIGHTS
+    if deferred or candidate.keeps_a_stack or candidate.input_every > 1:
+        return {}
+    return _bytes_above(candidate.workload, candidate.stages[stage], retained)
+
+
+@lru_cache(maxsize=1 << 12)
+def _bytes_above(
+    workload: Workload, layers: range, retained: frozenset[int]
+) -> Mapping[LayerKind | None, float]:
+    found: dict[LayerKind | None, float] = {}
+    kinds, saved = layer_kinds(workload.model, workload.trainable), 0.0
+    for layer in reversed(layers):
+        kind = kinds[layer]
+        found.setdefault(kind, saved)
+        of_classes = class_bytes_per_token(
+            workload.model, kind.type, element_bytes=workload.element_bytes
+        )
+        saved += sum(of_classes[index] for index in retained) * kind.has_backward
+    return found
 
 
 def _kinds(candidate: Candidate, *, stage: int) -> Collection[LayerKind | None]:
@@ -233,4 +271,5 @@ def queries_bytes(shape: BlockLayout, tokens: Counts) -> Counts:
     for sizes in shape.row_bytes.values():
         own = [shape.sharded_bytes(sizes.get(name, 0), tokens) for name in _INPUTS]
         found.append(sum(own, start=np.zeros_like(tokens)))
-    return np.max(found, axis=0)
+    largest: Counts = np.max(found, axis=0)
+    return largest

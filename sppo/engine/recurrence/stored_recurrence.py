@@ -9,6 +9,7 @@ convolution.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,5 +89,6 @@ class StoredRecurrence:
     @property
     def _starts(self) -> tuple[int, ...]:
         """Tokens of the unit with which documents begin, but for its first token."""
-        start, end = self.span.start, self.span.end
-        return tuple(s - start for s in self.span.document_starts if start < s < end)
+        start, starts = self.span.start, self.span.document_starts
+        inside = starts[bisect_right(starts, start) : bisect_left(starts, self.span.end)]
+        return tuple(s - start for s in inside)
