@@ -42,24 +42,19 @@ _NORM = "linear_norm"
 class SubsequenceRecurrence(Protocol):
     """Convolution and gated delta rule of one subsequence in one layer, from the state before it.
 
-    The methods read the weights ``conv_*`` and ``decay.*`` of the layer.
+    It has the weights ``conv_*`` and ``decay.*`` of the layer.
     """
 
-    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
         """Return the output ``[C, H, D]``, and keep the state behind the subsequence."""
         ...
 
-    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
         """Return the output of :meth:`forward` again, and keep nothing."""
         ...
 
     def backward(
-        self,
-        do_CHD: Tensor,
-        qkv_CM: Tensor,
-        ab_C2H: Tensor,
-        weights: Mapping[str, Tensor],
-        gradients: GradientSink,
+        self, do_CHD: Tensor, qkv_CM: Tensor, ab_C2H: Tensor, gradients: GradientSink
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of ``qkv_CM`` and ``ab_C2H``, in new memory.
 
@@ -89,9 +84,8 @@ class LinearMixer:
         made = {name: self._project(name, n1_CE) for name in _PROJECTIONS}
         del n1_CE
         save(**made)
-        return self._projected(
-            self.recurrence.forward(made.pop(_QKV), made.pop(_AB), self.weights), made.pop(_GATE)
-        )
+        o_CHD = self.recurrence.forward(made.pop(_QKV), made.pop(_AB))
+        return self._projected(o_CHD, made.pop(_GATE))
 
     def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
         """Recompute the last rows of the projections that ``saved`` has in part."""
@@ -117,9 +111,7 @@ class LinearMixer:
             back, saved.pop("o"), saved.pop(_GATE), gradients
         )
         del back
-        dqkv, dab = self.recurrence.backward(
-            do_CHD, saved.pop(_QKV), saved.pop(_AB), self.weights, gradients
-        )
+        dqkv, dab = self.recurrence.backward(do_CHD, saved.pop(_QKV), saved.pop(_AB), gradients)
         del do_CHD
         backs = []
         for name, dy in {_QKV: dqkv, _GATE: dgate, _AB: dab}.items():
@@ -137,7 +129,7 @@ class LinearMixer:
             if name not in saved:
                 saved[name] = self._project(name, inputs(0))
         if "o" not in saved:
-            saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB], self.weights)
+            saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB])
 
     def _project(self, name: str, n1_CE: Tensor) -> Tensor:
         """Return the tokens' projections of a saved tensor, beside each other."""
