@@ -124,6 +124,15 @@ def count_kinds(
     return tuple(Counter(kinds[layers.start : layers.stop]) for layers in stages)
 
 
+@lru_cache(maxsize=128)
+def patterns_of_stages(
+    model: ModelConfig, trainable: Trainable, stages: tuple[range, ...]
+) -> tuple[int, ...]:
+    """Return a number for each stage, equal where the layers are of equal kinds in equal order."""
+    kinds, found = layer_kinds(model, trainable), dict[tuple[LayerKind, ...], int]()
+    return tuple(found.setdefault(kinds[own.start : own.stop], len(found)) for own in stages)
+
+
 def kinds_of_model(model: ModelConfig, trainable: Trainable) -> Counter[LayerKind]:
     """Return the number of layers of each kind in the whole model."""
     return count_kinds(model, trainable, (range(model.num_layers),))[0]

@@ -155,22 +155,25 @@ def with_placement(
     )
     if candidate.keeps_a_stack:
         activations[:] = activations.max(axis=1, keepdims=True)
+    firsts, kinds = kinds_of_stages(candidate, placement)
+    rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
+    *of_slots, tier = np.array(rooms, dtype=np.int64)[kinds].T
+    slots, waiting, staging, joined, blocks, last_blocks = (
+        candidate.by_rank(table).max(axis=0) for table in of_slots
+    )
+    kv_block = largest_kv_block(candidate) * (of_ranks(candidate, kv_layers(candidate)) > 0)
+    blocks, last_blocks = np.maximum(blocks, kv_block), np.maximum(last_blocks, kv_block)
+    leaving = waiting * (blocks + kv_block)
+    computing = computing_bytes(candidate, placement)
+    # Beside a backward, the block of the last layer that ran forward leaves.
+    candidate.by_rank(computing[1])[...] -= (waiting * (blocks - last_blocks))[:, None]
     at_peak = bytes_at_peak(
         candidate,
         walk,
         activations=activations,
-        computing=walk.running(computing_bytes(candidate, placement)),
+        computing=walk.running(computing),
         sent=walk.running(sent_bytes(candidate)),
     )
-    firsts, kinds = kinds_of_stages(candidate, placement)
-    rooms = [_stage_room(candidate, placement, stage=stage) for stage in firsts]
-    *of_slots, tier = np.array(rooms, dtype=np.int64)[kinds].T
-    slots, waiting, staging, blocks, joined = (
-        candidate.by_rank(table).max(axis=0) for table in of_slots
-    )
-    kv_block = largest_kv_block(candidate) * (of_ranks(candidate, kv_layers(candidate)) > 0)
-    blocks = np.maximum(blocks, kv_block)
-    leaving = waiting * (blocks + kv_block)
     buckets = {
         **at_peak,
         "communication_bytes": at_peak["communication_bytes"] + collective_bytes(candidate),
@@ -197,16 +200,17 @@ def _stage_room(
     """Return the slots and bytes that offloading takes for one stage.
 
     Returns:
-        Numbers of blocks (:func:`block_slots`); bytes of the largest block, of tensors that
-        backward joins from parts (0 on a GPU, whose working sets include them), and of the largest
-        sequence in the tier.
+        Numbers of blocks (:func:`block_slots`); bytes of tensors that backward joins from parts (0
+        on a GPU, whose working sets include them), of the largest block, of the largest block of
+        the last layer, and of the largest sequence in the tier.
     """
     layout = block_layout(candidate, stage=stage)
     blocks = stage_blocks(placement, layout, stage=stage)
     on_gpu = candidate.workload.hardware.device.kind == "cuda"
     return (
         *block_slots(candidate, layout),
-        int(blocks.max(initial=0)),
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
+        int(blocks.max(initial=0)),
+        int(blocks[:, -1:].max(initial=0)),
         max(int(blocks[own].sum()) for own in candidate.distinct_sequences),
     )

@@ -24,7 +24,7 @@ from sppo.cost.kv import (
     seen_kv_of_units,
     windowed_kv_seconds,
 )
-from sppo.cost.layer_kinds import LayerKind, elements
+from sppo.cost.layer_kinds import elements, patterns_of_stages
 from sppo.cost.linear_attention.states import states_of_units
 from sppo.cost.sharding.collectives import last_reduction_seconds, unit_collective_seconds
 from sppo.cost.stages.links import copy_engines, message_bytes, message_seconds, pipeline_links
@@ -161,14 +161,11 @@ def kinds_of_stages(
 ) -> tuple[list[int], list[int]]:
     """Return the first stage of each kind, and the kind of each stage.
 
-    Stages of a kind have equally many layers of each kind and the same rows; the last stage also
-    has the loss.
+    Stages of a kind have layers of equal kinds in equal order, and the same rows; the last stage
+    also has the loss.
     """
-    layers: dict[frozenset[tuple[LayerKind, int]], int] = {}
-    same = [
-        layers.setdefault(frozenset(kinds.items()), len(layers))
-        for kinds in candidate.kinds_of_layers
-    ]
+    workload = candidate.workload
+    same = patterns_of_stages(workload.model, workload.trainable, candidate.stages)
     is_last = np.arange(len(same)) == len(same) - 1
     tables = placement.retained, placement.offloaded, placement.recomputed
     return kinds_of_rows(*tables, np.array(same), is_last)
