@@ -29,11 +29,14 @@ from sppo.training.records.outcome import MeasuredBuckets
 
 LOOPED = {"virtual_stages": harness.MODEL["num_layers"], "schedule": "looped_bfs"}
 """Section ``parallel`` of a stage for every layer."""
-NARROW = {**harness.MODEL, "hidden_size": 256, "num_layers": 4, "num_heads": 4, "mlp_size": 768}
+NARROW = {
+    **{"vocab_size": 4096, "hidden_size": 128, "num_layers": 4, "mlp_size": 384},
+    **{"num_heads": 2, "num_kv_heads": 1, "head_size": 32},
+}
 HYBRID = {
     **NARROW,
     "layer_types": ["linear", "linear", "linear", "full"],
-    "linear_attention": {"key_heads": 2, "value_heads": 4, "key_size": 64, "value_size": 64},
+    "linear_attention": {"key_heads": 1, "value_heads": 2, "key_size": 32, "value_size": 32},
 }
 """Three layers of four have linear attention, with as many heads, of the same size."""
 SPPO_SIDES: dict[str, dict[str, Any]] = {
@@ -103,7 +106,7 @@ def main() -> None:
     for rows in by_side.values():
         print_growth(rows)
     if options.plot is not None:
-        growth_plot(options.plot, by_side)
+        growth_plot(options.plot, {side: by_side[side] for side in by_side if side in SPPO_SIDES})
 
 
 def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:

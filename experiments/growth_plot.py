@@ -19,7 +19,7 @@ _COLOURS = (QUIET, BLUE)
 """Colours of the sides, the first again after the last."""
 _PANELS = {
     "time of a step, s": ("step_s", 1.0),
-    "peak memory of tensors, GiB (points); predicted (lines)": ("tensors_peak_bytes", 2.0**-30),
+    "peak memory of tensors, GiB; lines: predicted": ("tensors_peak_bytes", 2.0**-30),
 }
 """Key of a figure, and the factor to its unit, by the title of its panel."""
 
@@ -43,26 +43,29 @@ def growth_plot(path: Path, sides: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         for number, (side, rows) in enumerate(sides.items()):
             colour = _COLOURS[number % len(_COLOURS)]
             lengths = [row["length_tokens"] for row in rows]
+            name = side.removeprefix("sppo ")
             axes.plot(lengths, [row[line_key] * factor for row in rows], color=colour, lw=2.2)
-            axes.plot(lengths, [row[key] * factor for row in rows], "o", color=colour, ms=7)
-            _name(axes, side, lengths[-1], rows[-1][key] * factor, colour)
-        axes.set_ylim(bottom=0)
+            axes.plot(lengths, [row[key] * factor for row in rows], "o", color=colour, label=name)
+            _write_last(axes, lengths[-1], rows[-1][key] * factor, colour)
+        axes.legend(loc="upper left", frameon=False, fontsize=SMALL_PT, labelcolor=QUIET)
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
         axes.set_xlim(0, lengths[-1] * 1.05)
         axes.set_xticks(lengths, [format_tokens(length) for length in lengths])
         clean_axes(axes, title, xlabel="tokens of a sequence")
     names = " and ".join(side.removeprefix("sppo ") for side in sides)
-    write_title(figure, f"Growth with length: {names}", ["measured on a CPU"], left=_LEFT)
+    facts = ["measured on a CPU", "one step of each length"]
+    write_title(figure, f"Growth with length: {names}", facts, left=_LEFT)
     write_figure(path, figure)
 
 
-def _name(axes: Axes, side: str, length: int, value: float, colour: str) -> None:
-    """Write the name of a side and its last value beside its last point."""
+def _write_last(axes: Axes, length: int, value: float, colour: str) -> None:
+    """Write the last value of a side above its point."""
     axes.annotate(
-        f"{side.removeprefix('sppo ')}\n{value:.3g}",
+        f"{value:.3g}",
         (length, value),
-        xytext=(-10, 4),
+        xytext=(0, 8),
         textcoords="offset points",
-        ha="right",
+        ha="center",
         color=colour,
         fontsize=SMALL_PT,
     )
