@@ -114,11 +114,18 @@ class _Scan(torch.autograd.Function):
         return ddelta, dw, dkept, dwhole, dstate
 
 
+def document_begins(starts: Sequence[int], tokens: int, device: torch.device) -> Tensor:
+    """Return 1 for each token that begins a document, else 0, int32 ``[tokens]``, by one copy."""
+    if not starts:
+        return torch.zeros(tokens, dtype=torch.int32, device=device)
+    begins_T = torch.zeros(tokens, dtype=torch.int32, pin_memory=device.type == "cuda")
+    begins_T[torch.tensor(starts)] = 1
+    return begins_T.to(device, non_blocking=True)
+
+
 def _documents(starts: Sequence[int], chunks: int, device: torch.device) -> Tensor:
     """Return how many documents have begun in the chunk up to each row, ``[N, 1, 1, L, 1]``."""
-    begins_T = torch.zeros(chunks * CHUNK_TOKENS, dtype=torch.int32, device=device)
-    for start in starts:
-        begins_T[start] = 1
+    begins_T = document_begins(starts, chunks * CHUNK_TOKENS, device)
     return begins_T.view(chunks, 1, 1, CHUNK_TOKENS, 1).cumsum(-2)
 
 
