@@ -18,12 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sppo.config.model import LinearAttention
+from sppo.cost.tiles import CHUNK_TOKENS
 from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Table
-
-CHUNK_TOKENS = 64
-"""Tokens of a chunk (c), as in :mod:`sppo.kernels.chunked_rule`."""
 
 
 class RuleWork(NamedTuple):
