@@ -43,7 +43,7 @@ _ROTARY = {
 _SIX = {**_ROTARY, "num_hidden_layers": 6, "pad_token_id": None}
 _LINEAR = {
     **{**_ROTARY, "num_hidden_layers": 8, "head_dim": 8, "pad_token_id": None},
-    "rms_norm_eps": 0.03,
+    "rms_norm_eps": 0.1,
     **{"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_conv_kernel_dim": 4},
     **{"linear_num_value_heads": 4, "linear_value_head_dim": 10},
 }
