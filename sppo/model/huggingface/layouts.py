@@ -57,7 +57,8 @@ def _outputs(values: Tensor, tensor: HfTensor, part: HfPart) -> Tensor:
 
 def _groups(values: Tensor, tensor: HfTensor) -> Tensor:
     """Return values with the outputs in two dimensions: groups, and outputs of a group."""
-    return values.unflatten(int(tensor.stacked), (tensor.groups, -1))
+    before, behind = values.shape[: tensor.stacked], values.shape[tensor.stacked + 1 :]
+    return values.reshape(*before, tensor.groups, -1, *behind)
 
 
 def _stored_order(value: Tensor, part: HfPart) -> Tensor:
