@@ -14,7 +14,7 @@ documents are masks of their logarithms, which are never positive. What does not
 left to autograd, and what does is explicit in both directions.
 
 Legend: C tokens, H value heads, K key size, V value size; N chunks, J key heads, R value heads of
-each (1 in a tensor that they share), L tokens of a chunk, B = N H.
+each (1 in a tensor that they share), L = CHUNK_TOKENS tokens of a chunk, B = N H.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK_TOKENS = 64
-"""L: number of tokens of a chunk."""
+from sppo.cost.tiles import CHUNK_TOKENS
 
 
 class RuleOperands(NamedTuple):
