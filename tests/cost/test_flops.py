@@ -26,8 +26,9 @@ from sppo.cost.flops import (
     step_flops,
 )
 from sppo.cost.layer_kinds import kinds_of_model
-from sppo.cost.linear_attention.delta_rule import CHUNK_TOKENS, repeated_rule_flops, rule_flops
+from sppo.cost.linear_attention.delta_rule import repeated_rule_flops, rule_flops
 from sppo.cost.stages.executed_flops import executed_flops, flops_of_parts
+from sppo.cost.tiles import CHUNK_TOKENS
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable, layers_without_backward
 from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
@@ -220,7 +221,6 @@ def test_products_of_the_rule_are_those_counted(key_heads):
     _, backward = counted(lambda: torch.autograd.grad(of_outputs, operands, of_outputs))
     _, again = counted(lambda: chunked_rule.chunked_state(rule))
     solution = 2 * CHUNK_TOKENS * heads * (keys + values)
-    assert chunked_rule.CHUNK_TOKENS == CHUNK_TOKENS
     assert rule_flops(linear) == forward + solution
     assert 2 * rule_flops(linear) == backward + solution
     assert repeated_rule_flops(linear) == 2 * forward + again + 3 * solution

@@ -7,12 +7,8 @@ import pytest
 
 from sppo.config import ModelConfig
 from sppo.config.model.presets import PRESETS as MODELS
-from sppo.cost.linear_attention.delta_rule import (
-    CHUNK_TOKENS,
-    repeated_rule_flops,
-    rule_flops,
-    rule_seconds,
-)
+from sppo.cost.linear_attention.delta_rule import repeated_rule_flops, rule_flops, rule_seconds
+from sppo.cost.tiles import CHUNK_TOKENS
 from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 import numpy as np
 
 from sppo.config.model import LinearAttention
+from sppo.cost.tiles import CHUNK_TOKENS
 from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Table
 
-CHUNK_TOKENS = 64
-"""Tokens of a chunk (c), as in :mod:`sppo.kernels.chunked_rule`."""
 _BACKWARD_RUNS = 4
 """Runs over all chunks in backward: those that it repeats, and the one that computes gradients."""
 

@@ -11,10 +11,9 @@ a value, M = 2 J K + H V channels of the convolution.
 
 from __future__ import annotations
 
-from sppo.cost.linear_attention.delta_rule import CHUNK_TOKENS
 from sppo.cost.linear_attention.states import state_bytes
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
-from sppo.cost.tiles import RECURRENCE_TOKENS
+from sppo.cost.tiles import CHUNK_TOKENS, RECURRENCE_TOKENS
 from sppo.cost.workload import ACCUMULATION_BYTES
 
 _NUMBERS = 8
