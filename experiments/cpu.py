@@ -13,6 +13,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,24 @@ from typing import Any
 import numpy as np
 
 from experiments import harness
+from experiments.growth_plot import growth_plot
 from experiments.planned_rank import PlannedRank, random_tokens
 from sppo.config import ModelConfig
 from sppo.config.huggingface.model_config import hf_config
+from sppo.training.records.outcome import MeasuredBuckets
 
 LOOPED = {"virtual_stages": harness.MODEL["num_layers"], "schedule": "looped_bfs"}
 """Section ``parallel`` of a stage for every layer."""
+NARROW = {
+    **{"vocab_size": 4096, "hidden_size": 128, "num_layers": 4, "mlp_size": 384},
+    **{"num_heads": 2, "num_kv_heads": 1, "head_size": 32},
+}
+HYBRID = {
+    **NARROW,
+    "layer_types": ["linear", "linear", "linear", "full"],
+    "linear_attention": {"key_heads": 1, "value_heads": 2, "key_size": 32, "value_size": 32},
+}
+"""Three layers of four have linear attention, with as many heads, of the same size."""
 SPPO_SIDES: dict[str, dict[str, Any]] = {
     "sppo retain": {"activations": {"policy": "retain"}},
     "sppo keep_attention": {"activations": {"policy": "keep_attention", "input_every": 3}},
@@ -38,11 +51,16 @@ SPPO_SIDES: dict[str, dict[str, Any]] = {
         "activations": {"policy": "offload_all", "kv": "offload"},
         "parallel": LOOPED,
     },
+    "sppo attention everywhere": {"model": NARROW, "activations": {"policy": "keep_attention"}},
+    "sppo hybrid": {"model": HYBRID, "activations": {"policy": "keep_attention"}},
 }
 """Sections of the run file by side."""
 DISK_SIDES = ("sppo disk", "sppo looped disk")
 OTHER_SIDES = {"transformers": False, "transformers checkpointing": True}
 """Whether every layer is recomputed, by side."""
+_PLANNED = ("tensors_peak_bytes", "predicted_peak_bytes", "kv_bytes")
+"""Figures of SPPO's sides: peak memory of all tensors, its prediction, and the part that keys and
+values, their gradients and states take."""
 PAIRS = (
     ("sppo retain", "transformers"),
     ("sppo keep_attention", "transformers checkpointing"),
@@ -50,6 +68,7 @@ PAIRS = (
     ("sppo disk", "sppo retain"),
     ("sppo looped disk", "sppo disk"),
     ("sppo looped disk", "transformers checkpointing"),
+    ("sppo hybrid", "sppo attention everywhere"),
 )
 """Pairs of sides whose ratios are printed."""
 
@@ -71,6 +90,7 @@ def main() -> None:
         help="by commas",
     )
     parser.add_argument("--disk", type=Path, help="directory on a disk, for sides that offload")
+    parser.add_argument("--plot", type=Path, help="draw time and memory of SPPO's sides here")
     options = parser.parse_args()
     offloading = [side for side in options.sides if side in DISK_SIDES]
     if offloading and (options.disk is None or not options.disk.is_dir()):
@@ -82,8 +102,11 @@ def main() -> None:
         measurements += found
         report = {**harness.header(), "threads": options.threads, "measurements": measurements}
         harness.write_report(options.output, report)
-    for side in options.sides:
-        print_growth([row for row in measurements if row["side"] == side])
+    by_side = {side: [row for row in measurements if row["side"] == side] for side in options.sides}
+    for rows in by_side.values():
+        print_growth(rows)
+    if options.plot is not None:
+        growth_plot(options.plot, {side: by_side[side] for side in by_side if side in SPPO_SIDES})
 
 
 def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
@@ -101,6 +124,7 @@ def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
             "step_s": statistics.median(answer["step_s"] for answer in found[1:] or found),
             "peak_bytes": max(answer["peak_bytes"] for answer in found),
             "loss": found[-1]["loss"],
+            **{key: max(answer[key] for answer in found) for key in _PLANNED if key in found[0]},
         }
         for side, found in answers.items()
     ]
@@ -109,9 +133,10 @@ def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
 def _make(_rank: int, arguments: tuple[str, int, Path | None]) -> Callable[[], dict[str, Any]]:
     """Build one side: its model, optimizer and engine."""
     side, length, disk = arguments
-    trainer = _transformers if side in OTHER_SIDES else _sppo
-    step = trainer(side, length, disk)
-    return partial(_measured, harness.Meter(), step)
+    if side in OTHER_SIDES:
+        return partial(_measured, harness.Meter(), _transformers(side, length))
+    rank = _sppo(side, length, disk)
+    return partial(_planned, harness.Meter(), rank)
 
 
 def _measured(meter: harness.Meter, step: Callable[[], float]) -> dict[str, Any]:
@@ -119,7 +144,25 @@ def _measured(meter: harness.Meter, step: Callable[[], float]) -> dict[str, Any]
     return {**meter.measure(lambda: losses.append(step())), "loss": losses[0]}
 
 
-def _sppo(side: str, length: int, disk: Path | None) -> Callable[[], float]:
+def _planned(meter: harness.Meter, rank: PlannedRank) -> dict[str, Any]:
+    """Return the figures of a step, beside those of its plan."""
+    device, engine = rank.job.device, rank.state.engine
+    device.reset_peak()
+    engine.take_peaks()
+    measured = {**meter.measure(rank.step), "loss": rank.loss()}
+    buckets = MeasuredBuckets()
+    buckets.count_state(rank.state)
+    buckets.count_step(engine.take_peaks(), copies_bytes=0, pool=device.pool())
+    planned = rank.plan.stages[0].memory.device
+    return {
+        **measured,
+        "tensors_peak_bytes": sum(asdict(replace(buckets, free_bytes=0)).values()),
+        "predicted_peak_bytes": planned.total_bytes - planned.growth_bytes,
+        "kv_bytes": buckets.kv_bytes,
+    }
+
+
+def _sppo(side: str, length: int, disk: Path | None) -> PlannedRank:
     activations = SPPO_SIDES[side]["activations"]
     if side in DISK_SIDES:
         activations = {**activations, "disk": str(disk)}
@@ -133,16 +176,10 @@ def _sppo(side: str, length: int, disk: Path | None) -> Callable[[], float]:
         **SPPO_SIDES[side],
         "activations": activations,
     }
-    rank = PlannedRank(keys, updates=True)
-
-    def step() -> float:
-        rank.step()
-        return rank.loss()
-
-    return step
+    return PlannedRank(keys, updates=True)
 
 
-def _transformers(side: str, length: int, _disk: Path | None) -> Callable[[], float]:
+def _transformers(side: str, length: int) -> Callable[[], float]:
     from transformers import LlamaConfig
     from transformers_training import TransformersTraining  # of scripts/
 

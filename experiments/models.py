@@ -34,7 +34,7 @@ class Plans(NamedTuple):
     """Presets of nodes, and numbers of nodes."""
 
 
-PLAIN = "model.linear_attention=null model.layer_types=null"
+PLAIN = "model.linear_attention=null model.layer_types=null model.family=null"
 """Words of a request for attention in all layers."""
 _HYBRIDS = ("qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b")
 TABLES = {

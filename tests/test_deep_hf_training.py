@@ -9,14 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.model.hf_models import FAMILIES as ALL
-from tests.model.hf_models import HYBRIDS
+from tests.model.hf_models import FAMILIES, HYBRIDS
 from tests.test_hf_training import Case, check
 from tests.tiers import default_of, exhaustive
 
 pytest.importorskip("transformers")
 
-FAMILIES = tuple(family for family in ALL if family not in HYBRIDS)
 S, F = "sliding_attention", "full_attention"
 SIX = {"num_hidden_layers": 6}
 MOSTLY_SLIDING = {"use_sliding_window": True, "sliding_window": 9, "layer_types": [S, S, F] * 2}
@@ -89,7 +87,14 @@ if the weights change by 1e-7 of themselves. With an eps of 1e-4 these are 4e-6 
 COVERING = ("gemma3_text", "gpt_oss")
 """Families that meet layouts in the default tier: with norms before and after, and with experts
 and sinks, both with windows."""
-ALONE = [family for family in FAMILIES[5:] if family not in COVERING]
+HYBRIDS_COVER = {
+    "qwen3_next": "pipeline and Ulysses, documents",
+    "qwen3_5_text": "looped, state offloaded",
+    "qwen3_5_moe_text": "documents",
+}
+"""Layouts that families with linear attention meet in the default tier."""
+REFUSED_OF_HYBRIDS = ("every second input", "pieces of units")
+ALONE = [family for family in FAMILIES[5:] if family not in (*COVERING, *HYBRIDS)]
 """Families that meet one rank in the default tier; those before are in the other comparison."""
 SELDOM = ("looped", "pipeline and Ulysses", "pipeline and Ulysses, documents")
 """Layouts that are parts of others, and left to the exhaustive tier."""
@@ -107,8 +112,11 @@ def pairs():
         for family in FAMILIES:
             if layout.startswith("windows") and family not in COVERING:
                 continue  # needs windows in some layers
+            if layout in REFUSED_OF_HYBRIDS and family in HYBRIDS:
+                continue
             pair = (family, layout)
             covers = family in COVERING and layout not in SELDOM
+            covers |= HYBRIDS_COVER.get(family) == layout
             yield pair if covers else exhaustive(pair)[0]
 
 

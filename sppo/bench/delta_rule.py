@@ -21,7 +21,8 @@ from sppo.bench.timing import Call, KernelBench, Timing
 from sppo.config.model import LinearAttention
 from sppo.cost.flops import BACKWARD_RATIO
 from sppo.cost.linear_attention.delta_rule import rule_flops
-from sppo.kernels.chunked_rule import CHUNK_TOKENS, RuleOperands
+from sppo.cost.tiles import CHUNK_TOKENS
+from sppo.kernels.chunked_rule import RuleOperands
 from sppo.kernels.delta_rule import delta_rule
 
 Passes = Literal["forward", "forward and backward"]
@@ -61,16 +62,13 @@ def rule_rates(timings: Mapping[RuleKey, Timing]) -> RuleRates:
     rows = []
     for (tokens, heads, passes), timing in timings.items():
         runs, scans = (1, 1) if passes == "forward" else (1 + BACKWARD_RATIO, 2)
-        flops = runs * tokens * rule_flops(_linear(heads))
+        one = LinearAttention(key_heads=1, value_heads=1, key_size=_SIZE, value_size=_SIZE)
+        flops = runs * tokens * heads * rule_flops(one)
         rows.append(np.array([flops, scans * tokens / CHUNK_TOKENS]) / timing.median_s)
     scale = np.max(rows, axis=0)
     solution, *_ = np.linalg.lstsq(np.array(rows) / scale, np.ones(len(rows)), rcond=None)
     flop_s, step_s = (solution / scale).tolist()
     return RuleRates(1 / max(flop_s, _LEAST_S_PER_FLOP), max(step_s, 0.0))
-
-
-def _linear(heads: int) -> LinearAttention:
-    return LinearAttention(key_heads=heads, value_heads=heads, key_size=_SIZE, value_size=_SIZE)
 
 
 def _make(operands: Operands, dtype: torch.dtype, tokens: int, heads: int, passes: Passes) -> Call:

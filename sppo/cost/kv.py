@@ -156,7 +156,7 @@ def kv_recompute_seconds(candidate: Candidate) -> Table:
     With sharded weights (ZeRO-3), whole layers are gathered, one layer ahead of the compute; the
     longer of gather and compute counts.
     """
-    gather_s = layer_gather_seconds(candidate) * (_layers(candidate, "recomputed") > 0)
+    gather_s = layer_gather_seconds(candidate) * _layers(candidate, "recomputed")
     seconds: Table = np.maximum(kv_compute_seconds(candidate), gather_s[:, None])
     return seconds
 

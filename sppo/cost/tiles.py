@@ -30,6 +30,8 @@ EXPERT_ROWS = {"cpu": 256, "cuda": 1024}
 Every tile reads the weights of all experts, and reads and writes their fp32 gradients: r rows are
 6 r FLOPs for 14 bytes of a weight in half precision, beside which the products must take longer."""
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk of the gated delta rule of linear attention."""
 RECURRENCE_TOKENS = 2048
 """Tokens whose temporary tensors of linear attention are in memory at one time."""
 

@@ -369,9 +369,8 @@ class Stage:
                 mixer = AttentionMixer(self.model, weights, table, attention, scale)
             else:
                 heads = HeadExchange(linear, self._heads, unit.shard_tokens)
-                recurrence = StoredRecurrence(
-                    heads, self._providers.states, (index, unit.sequence), unit.span, saves
-                )
+                states, key = self._providers.states, (index, unit.sequence)
+                recurrence = StoredRecurrence(weights, heads, states, key, unit.span, saves)
                 mixer = LinearMixer(self.model, weights, recurrence)
             yield Layer(self.model, weights, mixer, tokens, scale, routing)
 

@@ -14,7 +14,7 @@ documents are masks of their logarithms, which are never positive. What does not
 left to autograd, and what does is explicit in both directions.
 
 Legend: C tokens, H value heads, K key size, V value size; N chunks, J key heads, R value heads of
-each (1 in a tensor that they share), L tokens of a chunk, B = N H.
+each (1 in a tensor that they share), L = CHUNK_TOKENS tokens of a chunk, B = N H.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK_TOKENS = 64
-"""L: number of tokens of a chunk."""
+from sppo.cost.tiles import CHUNK_TOKENS
 
 
 class RuleOperands(NamedTuple):
@@ -114,11 +113,18 @@ class _Scan(torch.autograd.Function):
         return ddelta, dw, dkept, dwhole, dstate
 
 
+def document_begins(starts: Sequence[int], tokens: int, device: torch.device) -> Tensor:
+    """Return 1 for each token that begins a document, else 0, int32 ``[tokens]``, by one copy."""
+    if not starts:
+        return torch.zeros(tokens, dtype=torch.int32, device=device)
+    begins_T = torch.zeros(tokens, dtype=torch.int32, pin_memory=device.type == "cuda")
+    begins_T[torch.tensor(starts)] = 1
+    return begins_T.to(device, non_blocking=True)
+
+
 def _documents(starts: Sequence[int], chunks: int, device: torch.device) -> Tensor:
     """Return how many documents have begun in the chunk up to each row, ``[N, 1, 1, L, 1]``."""
-    begins_T = torch.zeros(chunks * CHUNK_TOKENS, dtype=torch.int32, device=device)
-    for start in starts:
-        begins_T[start] = 1
+    begins_T = document_begins(starts, chunks * CHUNK_TOKENS, device)
     return begins_T.view(chunks, 1, 1, CHUNK_TOKENS, 1).cumsum(-2)
 
 

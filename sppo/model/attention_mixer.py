@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.kernels.output_gate import gated, gated_backward_
 from sppo.kernels.rotary import RotaryTable
 from sppo.kernels.sinks import apply_sinks_, sink_gradient
 from sppo.model.gradients import GradientSink
 from sppo.model.heads import Heads
-from sppo.model.mixer import Inputs, Save, Saved
+from sppo.model.mixer import Inputs, Save, Saved, token_dimension
 from sppo.model.projection import Projection, backward_of_all
 
 _GATE, _SINKS = "attention_gate", "sinks.weight"
@@ -123,9 +122,7 @@ class AttentionMixer:
         if projected is not None:
             saved["q"] = projected
         if "o" not in saved:
-            self._provide_lacking(n1_CE)
-            o_CND, saved["lse"] = self._with_sinks_(*self.attention.recompute(saved["rotated"]))
-            saved["o"] = o_CND.flatten(1)
+            saved["o"], saved["lse"] = self._attend(saved["rotated"], lambda first: n1_CE[first:])
 
     def backward(
         self, dy_CE: Tensor, n1_CE: Tensor, saved: Saved, gradients: GradientSink
@@ -136,12 +133,13 @@ class AttentionMixer:
         q, o, lse = (saved.pop(name) for name in ("rotated", "o", "lse"))
         back = self._projection("o").backward(dy_CE)
         del dy_CE
-        back.parameter_gradients(o if gate is None else gated(o, gate), gradients)
+        back.parameter_gradients(o if gate is None else _gated(o, gate), gradients)
         do_CND = back.input_gradient().view_as(q)
         del back
         if gate is not None:
-            gated_backward_(do_CND.flatten(1), o, gate)
-        self._provide_lacking(n1_CE)
+            _gated_backward_(do_CND.flatten(1), o, gate)
+        if self.attention.lacks_keys:
+            self.recompute_kv(n1_CE)
         if self.model.attention_sinks and gradients.trains(_SINKS):
             gradients.add(_SINKS, sink_gradient(do_CND, o.view_as(q), lse, self.weights[_SINKS]))
         dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
@@ -160,25 +158,21 @@ class AttentionMixer:
         k, v = (self._heads.project(name, n1_CE) for name in ("k", "v"))
         self.attention.provide(self._heads.norm_and_rotate("k", k), v)
 
-    def _provide_lacking(self, n1_CE: Tensor) -> None:
-        """Provide k and v to attention in backward if it lacks them."""
-        if self.attention.lacks_keys:
-            self.recompute_kv(n1_CE)
-
     def _attend_rest(self, saved: Saved, inputs: Inputs) -> None:
         """Append the missing rows of o and lse to ``saved``, or all rows if none were saved."""
         done = saved["o"].shape[0] if "o" in saved else 0
         q = saved["q"][done:] if "q" in saved else self._heads.project("q", inputs(done))
         if self.model.qk_norm or "q" not in saved:
             q = self._heads.norm_and_rotate("q", q, first=done)
+        for name, rest in zip(("o", "lse"), self._attend(q, inputs), strict=True):
+            saved[name] = torch.cat([saved[name], rest], token_dimension(name)) if done else rest
+
+    def _attend(self, q_CND: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return (o_CQ, lse_NC) of queries at the end again, in backward."""
         if self.attention.lacks_keys:
             self.recompute_kv(inputs(0))
-        o_CND, lse_NC = self._with_sinks_(*self.attention.recompute(q))
-        if done:
-            saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
-            saved["lse"] = torch.cat([saved["lse"], lse_NC], dim=1)
-        else:
-            saved["o"], saved["lse"] = o_CND.flatten(1), lse_NC
+        o_CND, lse_NC = self._with_sinks_(*self.attention.recompute(q_CND))
+        return o_CND.flatten(1), lse_NC
 
     def _complete_gate(self, saved: Saved, inputs: Inputs) -> Tensor | None:
         """Return the gate, which is in ``saved`` from now on; None if the model has none."""
@@ -188,7 +182,7 @@ class AttentionMixer:
 
     def _projected(self, o_CQ: Tensor, gate_CQ: Tensor | None) -> Tensor:
         """Return the projection of o, behind its gate if any, ``[C, E]``."""
-        o_CQ = o_CQ if gate_CQ is None else gated(o_CQ, gate_CQ)
+        o_CQ = o_CQ if gate_CQ is None else _gated(o_CQ, gate_CQ)
         return self._projection("o").forward(o_CQ)
 
     def _queries(self, n1_CE: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor]:
@@ -220,3 +214,15 @@ class AttentionMixer:
 
     def _projection(self, name: str) -> Projection:
         return Projection(name, self.weights, self.adapter_scale)
+
+
+def _gated(o_CQ: Tensor, gate_CQ: Tensor) -> Tensor:
+    """Return ``o * sigmoid(gate)``."""
+    return gate_CQ.sigmoid().mul_(o_CQ)
+
+
+def _gated_backward_(dy_CQ: Tensor, o_CQ: Tensor, gate_CQ: Tensor) -> None:
+    """Turn the gradient of :func:`_gated` into that of o, and the gate into its gradient."""
+    sigmoid_CQ = gate_CQ.sigmoid()
+    gate_CQ.copy_(torch.ops.aten.sigmoid_backward(dy_CQ * o_CQ, sigmoid_CQ))
+    dy_CQ.mul_(sigmoid_CQ)

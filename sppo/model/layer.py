@@ -35,7 +35,7 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.model.experts import ExpertMlp
 from sppo.model.gradients import GradientSink
-from sppo.model.mixer import Inputs, Mixer, Saved, rows_of
+from sppo.model.mixer import Inputs, Mixer, Saved, token_dimension
 from sppo.model.mlp import DenseMlp, Mlp
 from sppo.model.residual import Residual, TokenExchange
 from sppo.model.router import NO_TERMS, RoutingTerms
@@ -119,7 +119,8 @@ class Layer:
         part, and nothing is done.
         """
         tokens = saved["x_in"].shape[0]
-        cut = {name: rows for name, t in saved.items() if (rows := rows_of(name, t)) < tokens}
+        rows_of = {name: t.shape[token_dimension(name)] for name, t in saved.items()}
+        cut = {name: rows for name, rows in rows_of.items() if rows < tokens}
         self.mixer.recompute_missing_rows(saved, cut, self._mixer_inputs(saved))
         for name in cut.keys() & {"x_mid", "attention_out"}:
             rows = cut[name]

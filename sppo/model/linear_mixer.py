@@ -15,7 +15,7 @@ Legend: C tokens, E hidden, M channels of the convolution, H value heads, D size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,24 +42,19 @@ _NORM = "linear_norm"
 class SubsequenceRecurrence(Protocol):
     """Convolution and gated delta rule of one subsequence in one layer, from the state before it.
 
-    The methods read the weights ``conv_*`` and ``decay.*`` of the layer.
+    It has the weights ``conv_*`` and ``decay.*`` of the layer.
     """
 
-    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
         """Return the output ``[C, H, D]``, and keep the state behind the subsequence."""
         ...
 
-    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
         """Return the output of :meth:`forward` again, and keep nothing."""
         ...
 
     def backward(
-        self,
-        do_CHD: Tensor,
-        qkv_CM: Tensor,
-        ab_C2H: Tensor,
-        weights: Mapping[str, Tensor],
-        gradients: GradientSink,
+        self, do_CHD: Tensor, qkv_CM: Tensor, ab_C2H: Tensor, gradients: GradientSink
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of ``qkv_CM`` and ``ab_C2H``, in new memory.
 
@@ -90,7 +85,7 @@ class LinearMixer:
         del n1_CE
         save(**made)
         return self._projected(
-            self.recurrence.forward(made.pop(_QKV), made.pop(_AB), self.weights), made.pop(_GATE)
+            self.recurrence.forward(made.pop(_QKV), made.pop(_AB)), made.pop(_GATE)
         )
 
     def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
@@ -117,15 +112,11 @@ class LinearMixer:
             back, saved.pop("o"), saved.pop(_GATE), gradients
         )
         del back
-        dqkv, dab = self.recurrence.backward(
-            do_CHD, saved.pop(_QKV), saved.pop(_AB), self.weights, gradients
-        )
+        dqkv, dab = self.recurrence.backward(do_CHD, saved.pop(_QKV), saved.pop(_AB), gradients)
         del do_CHD
-        backs = []
-        for name, dy in {_QKV: dqkv, _GATE: dgate, _AB: dab}.items():
-            parts = self._parts(name)
-            columns = torch.split(dy, [len(part.weight_OI) for part in parts], dim=1)
-            backs += [part.backward(d) for part, d in zip(parts, columns, strict=True)]
+        beside = {_QKV: dqkv, _GATE: dgate, _AB: dab}
+        columns = (pair for name, dy in beside.items() for pair in self._columns(name, dy))
+        backs = [projection.backward(dy) for projection, dy in columns]
         return backward_of_all(backs, n1_CE, gradients)
 
     def recompute_kv(self, n1_CE: Tensor) -> None:
@@ -137,16 +128,21 @@ class LinearMixer:
             if name not in saved:
                 saved[name] = self._project(name, inputs(0))
         if "o" not in saved:
-            saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB], self.weights)
+            saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB])
 
     def _project(self, name: str, n1_CE: Tensor) -> Tensor:
         """Return the tokens' projections of a saved tensor, beside each other."""
-        parts = self._parts(name)
-        widths = [len(part.weight_OI) for part in parts]
-        made = n1_CE.new_empty(len(n1_CE), sum(widths))
-        for part, columns in zip(parts, torch.split(made, widths, dim=1), strict=True):
-            columns.copy_(part.forward(n1_CE))
+        width = sum(len(self._projection(part).weight_OI) for part in _PROJECTIONS[name])
+        made = n1_CE.new_empty(len(n1_CE), width)
+        for projection, columns in self._columns(name, made):
+            columns.copy_(projection.forward(n1_CE))
         return made
+
+    def _columns(self, name: str, x: Tensor) -> Iterator[tuple[Projection, Tensor]]:
+        """Yield each projection of a saved tensor, and its columns of ``x``."""
+        parts = [self._projection(part) for part in _PROJECTIONS[name]]
+        widths = [len(part.weight_OI) for part in parts]
+        return zip(parts, torch.split(x, widths, dim=1), strict=True)
 
     def _projected(self, o_CHD: Tensor, gate: Tensor) -> Tensor:
         """Return the projection of o behind its norm and its gate, ``[C, E]``."""
@@ -165,10 +161,6 @@ class LinearMixer:
         back.parameter_gradients(inner.hidden_CF, gradients)
         do_CHD = inner.dup_CF.view_as(o_CHD)
         return norm_backward(self.model, _NORM, do_CHD, o_CHD, self.weights, gradients), gate
-
-    def _parts(self, name: str) -> list[Projection]:
-        """Return the projections of a saved tensor."""
-        return [self._projection(part) for part in _PROJECTIONS[name]]
 
     def _projection(self, name: str) -> Projection:
         return Projection(name, self.weights, scale=1.0)

@@ -73,8 +73,3 @@ class Mixer(Protocol):
 def token_dimension(name: str) -> int:
     """Return the dimension of the saved tensor ``name`` along which its tokens lie."""
     return 1 if name == "lse" else 0
-
-
-def rows_of(name: str, tensor: Tensor) -> int:
-    """Return the number of tokens in the saved tensor ``name``."""
-    return tensor.shape[token_dimension(name)]

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from sppo.config.model.linear_attention import LinearAttention
 from sppo.cost.tiles import RECURRENCE_TOKENS
-from sppo.kernels.chunked_rule import RuleOperands
+from sppo.kernels.chunked_rule import RuleOperands, document_begins
 from sppo.kernels.delta_rule import delta_rule, state_after
 from sppo.kernels.elementwise import accumulation_dtype
 
@@ -173,9 +173,8 @@ def _convolve(x_XM: Tensor, weight_MW: Tensor, starts: Sequence[int]) -> tuple[T
         starts: Indices of the tokens with which documents begin.
     """
     carried = weight_MW.shape[1] - 1
-    document_X1 = torch.zeros(len(x_XM), 1, dtype=torch.int32, device=x_XM.device)
-    for start in starts:
-        document_X1[carried + start :] += 1
+    begins_X = document_begins([carried + s for s in starts], len(x_XM), x_XM.device)
+    document_X1 = begins_X.cumsum(0).unsqueeze(1)
     y_CM = x_XM[carried:] * weight_MW[:, carried]
     for back in range(1, carried + 1):
         earlier = slice(carried - back, len(x_XM) - back)

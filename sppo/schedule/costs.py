@@ -107,7 +107,8 @@ class Costs:
         last_reduction_wait_s: Seconds that compute of a rank waits if gradients of a stage leave
             before their REDUCE: the last of the reductions after each use, [num_stages].
         message_bytes: Bytes of one activation or gradient between stages [num_units].
-        activation_bytes: Bytes that F of (stage, unit) saves for its backward, without K/V.
+        activation_bytes: Bytes that F of (stage, unit) saves for its backward, without K/V; with
+            states of linear attention.
         offload_bytes: Part of activation_bytes that a D2H copies out and an H2D brings back.
         kv_offload_bytes: Bytes of K and V that a D2H copies out and an H2D brings back; 0 where K
             and V are not offloaded between F and B.

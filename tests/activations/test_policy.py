@@ -1,7 +1,13 @@
 import pytest
 
+from sppo.activations.activation_layout import ActivationLayout
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.policy import POLICIES, saved_bytes_per_token, saved_tensors
-from sppo.activations.tensor_classes import tensor_bytes_per_token
+from sppo.activations.tensor_classes import (
+    ATTENTION,
+    class_bytes_per_token,
+    tensor_bytes_per_token,
+)
 from sppo.config import PRESETS
 from sppo.config.model import ModelConfig
 
@@ -44,6 +50,21 @@ def test_norms_of_outputs_save_what_they_norm():
     normed = LLAMA.model_copy(update={"norm_placement": "both"})
     pre, both = saved_of("retain", LLAMA), saved_of("retain", normed)
     assert both == pre - {"x_mid"} | {"attention_out", "mlp_out"}
+
+
+def test_linear_attention_saves_projections_and_nothing_of_attention():
+    """Qwen3.5 9B in bf16: 8192 channels, 32 value heads of 128; every fourth layer has K and V."""
+    model = ModelConfig.model_validate(PRESETS["qwen3.5-9b"])
+    linear, full = map(model.layer_type, (0, 3))
+    sizes = tensor_bytes_per_token(model, linear, element_bytes=2)
+    projections = {"linear_qkv": 16384, "linear_gate": 8192, "linear_ab": 128}
+    stream = {"x_in": 8192, "x_mid": 8192, "gate": 24576, "up": 24576}
+    assert sizes == projections | stream
+    assert class_bytes_per_token(model, linear, element_bytes=2)[ATTENTION] == 0
+    assert tensor_bytes_per_token(model, full, element_bytes=2)["attention_gate"] == 8192
+    layout = BlockLayout(model, layers=range(8), element_bytes=2)
+    keys = ActivationLayout(layout, {}).kv_keys((0, 0))
+    assert [key.layer for key in keys] == [3, 7]
 
 
 def test_layers_with_experts_save_rows_of_each_choice_and_always_the_choice():

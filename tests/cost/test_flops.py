@@ -26,8 +26,9 @@ from sppo.cost.flops import (
     step_flops,
 )
 from sppo.cost.layer_kinds import kinds_of_model
-from sppo.cost.linear_attention.delta_rule import CHUNK_TOKENS, repeated_rule_flops, rule_flops
-from sppo.cost.stages.executed_flops import executed_flops
+from sppo.cost.linear_attention.delta_rule import repeated_rule_flops, rule_flops
+from sppo.cost.stages.executed_flops import executed_flops, flops_of_parts
+from sppo.cost.tiles import CHUNK_TOKENS
 from sppo.cost.trainable import EVERYTHING, Adapter, Trainable, layers_without_backward
 from sppo.cost.workload import Workload
 from sppo.hardware.presets import PRESETS
@@ -180,6 +181,26 @@ def test_layers_with_linear_attention_have_their_rule_in_place_of_pairs():
     assert recomputed_linear_flops(model, linear) == 2 * (weights - 4096 * 12288)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_executed_products_of_a_hybrid_are_those_counted(policy):
+    """Without those of the rule, which have batches of heads."""
+    linear = {"key_heads": 2, "value_heads": 4, "key_size": 6, "value_size": 8}
+    layers = {"layer_types": ["linear", "full"], "linear_attention": linear}
+    model = tiny_model(attention_gate=True, **layers)
+    data, lengths = random_sequence(model, 23, ignored=0.0), np.array([5, 1, 17])
+    with ProductFlops() as counted:
+        Trained(model, random_weights(model), policy=policy).step([data], [(0, 5, 6, 23)])
+    recomputed = np.zeros((1, 3, 3), dtype=np.int64)
+    recomputed[:, :, LINEAR] = lengths * (policy != "retain")
+    recomputed[:, :, ATTENTION] = lengths * (policy == "recompute")
+    products, _, rule = flops_of_parts(
+        Candidate(Workload(model, PRESETS["laptop-cpu"]), tuple(lengths.tolist())),
+        ActivationPlacement(lengths[None, :, None] - recomputed, 0 * recomputed, recomputed),
+    )
+    assert counted.flops == products
+    assert rule > 0
+
+
 @pytest.mark.parametrize("key_heads", [1, 3])
 def test_products_of_the_rule_are_those_counted(key_heads):
     """torch does not count the solution of the triangular system, nor products added in place."""
@@ -200,7 +221,6 @@ def test_products_of_the_rule_are_those_counted(key_heads):
     _, backward = counted(lambda: torch.autograd.grad(of_outputs, operands, of_outputs))
     _, again = counted(lambda: chunked_rule.chunked_state(rule))
     solution = 2 * CHUNK_TOKENS * heads * (keys + values)
-    assert chunked_rule.CHUNK_TOKENS == CHUNK_TOKENS
     assert rule_flops(linear) == forward + solution
     assert 2 * rule_flops(linear) == backward + solution
     assert repeated_rule_flops(linear) == 2 * forward + again + 3 * solution

@@ -50,6 +50,12 @@ TWO_LAYERS = {
         "num_kv_heads": 4, "mlp_size": 4096, "mlp": "swiglu_clamped", "attention_sinks": True,
         "norm_placement": "both", "residual_scale": 0.5,
     },
+    "hybrid": {
+        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
+        "num_kv_heads": 4, "head_size": 64, "mlp_size": 3072, "qk_norm": "head",
+        "attention_gate": True, "layer_types": ["full", "linear"],
+        "linear_attention": {"key_heads": 4, "value_heads": 8},
+    },
     "large vocabulary": {
         "vocab_size": 128256, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "mlp_size": 1024,
     },
@@ -136,6 +142,15 @@ def test_layers_with_windows_hold_what_is_planned(policy, kv, pattern):
     assert planned_bytes == held
 
 
+def test_a_hybrid_holds_what_is_planned():
+    """The recurrence holds most, and is last, so that all saved tensors are there, too."""
+    run = run_of("hybrid", "recompute")
+    step = trace_step(run, plan_for_gpu(run))
+    assert_as_planned(step)
+    planned_bytes, held = step.buckets["K/V and gradients"]
+    assert planned_bytes == held
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_moments_in_bf16_take_what_is_planned(tier):
@@ -166,6 +181,7 @@ LAYOUTS = {
 
 
 OF_EXPERTS = "multiplexed", "ulysses", "zero 3", "deferred weight halves"
+OF_HYBRIDS = "zero 3", "pipeline, offloaded"
 
 
 @pytest.mark.parametrize("preset", ["a100-80g", *exhaustive("h100")])
@@ -175,7 +191,9 @@ OF_EXPERTS = "multiplexed", "ulysses", "zero 3", "deferred weight halves"
         *(("multiplexed", model) for model in ("qwen3", "experts")),
         *(
             pytest.param(name, model, marks=pytest.mark.exhaustive)
-            for model, names in (("qwen3", LAYOUTS), ("experts", OF_EXPERTS))
+            for model, names in (
+                *(("qwen3", LAYOUTS), ("experts", OF_EXPERTS), ("hybrid", OF_HYBRIDS)),
+            )
             for name in names
             if name != "multiplexed"
         ),

@@ -23,10 +23,15 @@ def _orders_agree(found):
     assert all(0 <= side["idle_share"] < 1 for side in found["sides"].values())
 
 
-def _losses_are_those_of_the_other_policy(found):
-    losses = {row["side"]: row["loss"] for row in found["measurements"]}
+def _sides_of_a_cpu_agree(found):
+    rows = {row["side"]: row for row in found["measurements"]}
+    losses = {side: row["loss"] for side, row in rows.items()}
     assert losses["sppo keep_attention"] == losses["sppo looped disk"]
     assert losses["transformers"] == pytest.approx(losses["sppo looped disk"], rel=0.01)
+    hybrid, everywhere = rows["sppo hybrid"], rows["sppo attention everywhere"]
+    assert hybrid["kv_bytes"] == everywhere["kv_bytes"] / 4
+    predicted = hybrid["predicted_peak_bytes"]
+    assert hybrid["tensors_peak_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
 def _both_compute_the_same(found):
@@ -75,9 +80,11 @@ COMPARISONS = {
         ("a.png",),
     ),
     "cpu": Comparison(
-        "--lengths 512 --steps 0 --threads 1 --disk . "
-        "--sides sppo\\ keep_attention,sppo\\ looped\\ disk,transformers",
-        _losses_are_those_of_the_other_policy,
+        "--lengths 512 --steps 0 --threads 1 --disk . --plot a.png "
+        "--sides sppo\\ keep_attention,sppo\\ looped\\ disk,transformers,"
+        "sppo\\ attention\\ everywhere,sppo\\ hybrid",
+        _sides_of_a_cpu_agree,
+        ("a.png",),
     ),
     "ablation": Comparison(
         f"{RUN} parallel.pipeline_parallel_degree=2", _rows_stand_beside_the_paper

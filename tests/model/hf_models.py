@@ -43,7 +43,7 @@ _ROTARY = {
 _SIX = {**_ROTARY, "num_hidden_layers": 6, "pad_token_id": None}
 _LINEAR = {
     **{**_ROTARY, "num_hidden_layers": 8, "head_dim": 8, "pad_token_id": None},
-    "rms_norm_eps": 0.03,
+    "rms_norm_eps": 0.1,
     **{"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_conv_kernel_dim": 4},
     **{"linear_num_value_heads": 4, "linear_value_head_dim": 10},
 }
@@ -155,7 +155,8 @@ def tiny_hf_model(family, *, seed=0, **options):
 def randomize(model, *, seed):
     """Factors of norms near one, everything else near zero and large enough to matter.
 
-    Half of the heads with linear attention forget slowly, so that a lost state is seen.
+    Half of the heads with linear attention forget slowly, so that a lost state is seen, and their
+    convolutions are as large as transformers initializes them.
     """
     offset = 1.0 if model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5")) else 0.0
     generator = torch.Generator().manual_seed(seed)
@@ -165,8 +166,10 @@ def randomize(model, *, seed):
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         one = 1.0 if name.endswith("linear_attn.norm.weight") else 1.0 - offset
         parameter.copy_(noise + one if is_norm else noise)
-        if name.endswith("A_log"):
-            parameter[::2] -= 3.0
+        if name.endswith(("A_log", "dt_bias")):
+            parameter[::2] -= 1.5
+        if name.endswith("conv1d.weight"):
+            parameter *= 3
 
 
 @torch.no_grad()

@@ -61,18 +61,18 @@ class WholeSequence:
 class WholeRecurrence:
     """Recurrence of a sequence that is one subsequence."""
 
-    def __init__(self, linear, starts=()):
-        self._linear, self._starts, self.recomputed = linear, starts, 0
+    def __init__(self, linear, weights, starts=()):
+        self._linear, self._weights, self._starts, self.recomputed = linear, weights, starts, 0
 
-    def forward(self, qkv, ab, weights):
-        return Recurrence(weights, self._linear, qkv, ab, self._starts).forward(None)[0]
+    def forward(self, qkv, ab):
+        return Recurrence(self._weights, self._linear, qkv, ab, self._starts).forward(None)[0]
 
-    def recompute(self, qkv, ab, weights):
+    def recompute(self, qkv, ab):
         self.recomputed += 1
-        return self.forward(qkv, ab, weights)
+        return self.forward(qkv, ab)
 
-    def backward(self, do, qkv, ab, weights, gradients):
-        recurrence = Recurrence(weights, self._linear, qkv, ab, self._starts)
+    def backward(self, do, qkv, ab, gradients):
+        recurrence = Recurrence(self._weights, self._linear, qkv, ab, self._starts)
         dqkv, dab, dweights, _ = recurrence.backward(do, None, None)
         for name, gradient in dweights.items():
             gradients.add(name, gradient)
@@ -110,7 +110,7 @@ class OneLayer:
             self.core = WholeSequence()
             mixer = AttentionMixer(model, self.weights, rotary, self.core)
         else:
-            self.core = WholeRecurrence(linear, starts)
+            self.core = WholeRecurrence(linear, self.weights, starts)
             mixer = LinearMixer(model, self.weights, self.core)
         self.layer = Layer(model, self.weights, mixer)
 

@@ -5,8 +5,12 @@ The families as they are by default: tests/test_hf_training.py.
 In float32 each side is off by its own rounding: 1e-5 of a tensor's largest value (a hundred units
 in the last place; up to 7e-6 is measured, and 2e-5 in six layers with norms of their outputs, which
 multiply it). In float64 GPT-2 has to agree to 1e-10; the other
-families compute norms and rotary positions in float32 whatever their dtype, so nothing is gained.
+families compute norms and rotary positions in float32 whatever their dtype, and hybrids the whole
+rule of linear attention. What these casts cost is shown apart: without them, hybrids agree to
+1e-11.
 """
+
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -15,7 +19,8 @@ from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.huggingface.reading import open_hf_weights
 from tests.engine.models import engine_step
-from tests.model.hf_models import LLAMA3, tiny_hf_model
+from tests.model.hf_models import HYBRIDS, LLAMA3, tiny_hf_model
+from tests.tiers import default_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,8 +61,10 @@ def gradients_in_our_layout(theirs, model, directory):
     return open_hf_weights(directory, model)
 
 
-def assert_same(family, options, tmp_path, *, dtype, tolerance):
-    theirs, model = tiny_hf_model(family, seed=3, **options)
+def assert_same(family, options, tmp_path, *, dtype, tolerance, theirs_in=nullcontext):
+    """Assert that a step agrees, where transformers computes in a context of its own."""
+    with theirs_in():
+        theirs, model = tiny_hf_model(family, seed=3, **options)
     theirs.to(dtype)
     theirs.save_pretrained(tmp_path / "weights")
     weights = open_hf_weights(tmp_path / "weights", model)
@@ -68,7 +75,8 @@ def assert_same(family, options, tmp_path, *, dtype, tolerance):
     labels[[3, 29]] = IGNORED_LABEL
     data = SequenceData(stream[:-1], labels)
     loss, gradients = engine_step(model, weights, [data], [CUTS], policy="keep_attention")
-    expected_loss = their_step(theirs, stream[:-1], labels)
+    with theirs_in():
+        expected_loss = their_step(theirs, stream[:-1], labels)
     assert abs(float(loss - expected_loss)) <= tolerance * float(expected_loss)
     expected = gradients_in_our_layout(theirs, model, tmp_path / "gradients")
     assert gradients.keys() == expected.keys()
@@ -83,6 +91,25 @@ def assert_same(family, options, tmp_path, *, dtype, tolerance):
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_loss_and_gradients_in_float32(family, options, tmp_path):
     assert_same(family, options, tmp_path, dtype=torch.float32, tolerance=1e-5)
+
+
+@contextmanager
+def wide_casts():
+    """Casts of transformers to float32 are casts to float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@pytest.mark.parametrize("family", default_of(HYBRIDS, "qwen3_next"))
+def test_hybrids_in_float64_differ_by_the_casts_of_transformers(family, tmp_path):
+    wide, narrow = ({"dtype": torch.float64, "theirs_in": how} for how in (wide_casts, nullcontext))
+    assert_same(family, {}, tmp_path / "wide", tolerance=1e-11, **wide)
+    assert_same(family, {}, tmp_path / "narrow", tolerance=1e-5, **narrow)
+    with pytest.raises(AssertionError):
+        assert_same(family, {}, tmp_path / "narrow", tolerance=1e-8, **narrow)
 
 
 def test_gpt2_in_float64(tmp_path):

@@ -177,6 +177,11 @@ class Shape(_Short):
     experts: str = ""
     """Of `EXPERTS`; "": no layer has any."""
 
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether some layers have linear attention."""
+        return "l" in self.pattern
+
     def config(self) -> ModelConfig:
         family = FAMILIES[self.family]
         own: dict[str, Any] = {}
@@ -186,7 +191,7 @@ class Shape(_Short):
                 own["sliding_window_first_layer"] = self.window_from
         if self.pattern:
             own["layer_types"] = [_TYPES[letter] for letter in self.pattern]
-        if "l" in self.pattern:
+        if self.has_linear_attention:
             own["linear_attention"] = LINEAR_ATTENTION
         if self.rope:
             own["rope_scaling"] = ROPES[self.rope]

@@ -13,15 +13,28 @@ from sppo.cost.parameters import layer_shapes, parameter_shapes
 from sppo.cost.trainable import Adapter, Trainable
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, order_of
 from tests.offload.emulated_lane import SCHEDULERS
-from tests.random_training.case import EXPERTS, FAMILIES, ROPES, Case, Leg, Samples, Shape
+from tests.random_training.case import (
+    EXPERTS,
+    FAMILIES,
+    LINEAR_ATTENTION,
+    ROPES,
+    Case,
+    Leg,
+    Samples,
+    Shape,
+)
 
 T = TypeVar("T")
 
 _SEQUENCE_SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "interleaved_seq1f1b", "looped_bfs")
 _SCHEDULES = (*_SEQUENCE_SCHEDULES, *WHOLE_SEQUENCES)
 _BOTH = ("weights", "gradients")
-_MAY_NOT_MATTER = ("q", "k", "q_norm", "k_norm")
-"""Their gradients are zero where attention sees one key, and those of a key bias often are."""
+_MAY_NOT_MATTER = (
+    *("q", "k", "q_norm", "k_norm", "linear_q", "linear_k", "conv_q", "conv_k"),
+    *("linear_decay", "linear_beta", "decay"),
+)
+"""Their gradients are zero where attention sees one key, and those of a key bias often are. A norm
+makes outputs of linear attention for one key independent of all but its value."""
 _GRIDS = tuple(
     (dp, pp, sp) for dp in (1, 2, 3) for pp in (1, 2, 3, 4) for sp in (1, 2, 3, 4)
     if dp * pp * sp <= 8
@@ -40,11 +53,13 @@ class _Draw:
 
     def case(self) -> Case:
         chance, pick = self._chance, self._pick
-        shape = self._with_experts(self._shape())
+        shape = self._with_linear_attention(self._with_experts(self._shape()))
+        fine = shape.experts or shape.has_linear_attention
         case = Case(
             seed=self._seed,
-            # In bf16 rounding would choose other experts than the oracle's.
-            dtype=pick(["fp64", "fp32", "fp32", "fp32" if shape.experts else "bf16"]),
+            # In bf16 rounding would choose other experts than the oracle's, and norms of outputs
+            # of linear attention that are nearly zero would magnify it.
+            dtype=pick(["fp64", "fp32", "fp32", "fp32" if fine else "bf16"]),
             model=shape,
             documents=pick([2, 3, 5]) if chance(0.3) else 1,
             ignored=pick([0.0, 0.1, 0.5, 0.97]),
@@ -76,7 +91,7 @@ class _Draw:
         """Layers with a window alternate with others, and recompute their K and V: often."""
         if case.model.window is None:
             return case
-        if self._chance(0.4):
+        if self._chance(0.4) and not case.model.has_linear_attention:
             pattern = self._pick(["sf", "fs", "ssf", "sff"])
             case = replace(case, model=replace(case.model, pattern=pattern, window_from=0))
         legs = (
@@ -87,16 +102,19 @@ class _Draw:
 
     def _adapters(self, model: ModelConfig) -> Trainable:
         chance, pick = self._chance, self._pick
-        targets = [target for target in TARGETS if f"{target}.weight" in layer_shapes(model, 0)]
+        names = {name for layer in range(model.num_layers) for name in layer_shapes(model, layer)}
+        targets = [target for target in TARGETS if f"{target}.weight" in names]
         some = {*self._random.sample(targets, pick(range(len(targets))) + 1)}
         some.add(pick([target for target in targets if target not in _MAY_NOT_MATTER]))
         layers = range(model.num_layers)
-        some_layers = sorted(self._random.sample(layers, pick(layers) + 1))
+        some_layers = self._random.sample(layers, pick(layers) + 1)
+        if model.linear_attention is not None:  # attention has all targets, somewhere
+            some_layers += [i for i in layers if not model.layer_type(i).linear][:1]
         adapter = Adapter(
             rank=pick([1, 2, 3, 5]),
             scale=pick([1.0, 0.5, 1.5]),
             targets=tuple(target for target in targets if target in some),
-            layers=tuple(some_layers) if chance(0.4) else None,
+            layers=tuple(sorted({*some_layers})) if chance(0.4) else None,
         )
         whole = (glob for glob in ("*norm.*", "embed.*", "head.*") if chance(0.2))
         return Trainable(adapter, tuple(whole))
@@ -186,6 +204,22 @@ class _Draw:
             return shape
         return replace(shape, experts=own.choice(list(EXPERTS)))
 
+    def _with_linear_attention(self, shape: Shape) -> Shape:
+        """Linear attention in some layers, and a gate in others: often, by a generator of its own.
+
+        Layers with a window stay where the family has them.
+        """
+        own = random.Random(f"linear attention {self._seed}")
+        gated = own.random() < 0.15
+        if shape.layers == 1 or own.random() < 0.6:
+            return replace(shape, gated=gated)
+        has_window = shape.config().sliding_window is not None
+        patterns = ["ls", "sl", "lls", "lsf", "flls"] if has_window else ["lf", "fl", "llf", "lllf"]
+        pattern = own.choice([one for one in patterns if {*one[: shape.layers]} > {"l"}])
+        return replace(
+            shape, pattern=pattern, window_from=0, gated=own.random() < 0.7, norm_eps=0.1
+        )
+
     def with_router_losses(self, case: Case) -> Case:
         """Losses of the routers: often, but not in samples, which are packed by other rules.
 
@@ -201,6 +235,7 @@ class _Draw:
     def _leg(self, shape: Shape) -> Leg:
         chance, pick = self._chance, self._pick
         dp, pp, sp = self._grid(shape)
+        linear = shape.has_linear_attention
         leg = Leg(
             steps=pick([1, 2, 2]),
             replica_sequences=pick([1, 2, 3, 4] if dp == 1 else [1, 2]),
@@ -211,18 +246,20 @@ class _Draw:
             schedule=pick(_SCHEDULES),
             zero=pick([0, 1, 1, 2, 3]),
             bucket_bytes=pick([400, 25_000_000]),
-            input_every=pick([2, 3]) if chance(0.25) else 1,
+            input_every=pick([2, 3]) if chance(0.25) and not linear else 1,
             evaluates=chance(0.3),
             debug=chance(0.3),
         )
         if leg.schedule in WITH_VIRTUAL_STAGES and shape.layers >= 2 * pp and chance(0.8):
             leg = replace(leg, virtual=self._random.randint(2, shape.layers // pp))
         megatron = sp > 1 and leg.sequence_parallel == "megatron"
-        if pp > 1 and not megatron and leg.zero != 3 and chance(0.3):
+        if pp > 1 and not megatron and leg.zero != 3 and chance(0.3) and not linear:
             leg = replace(leg, schedule="sppo_msp")
-        leg = replace(leg, cuts=self._cuts(leg))
+        # States and rows of convolutions meet more edges in units of one, two and three tokens.
+        short = 0.6 if linear else 0.3
+        leg = replace(leg, cuts=self._cuts(leg, short=short))
         if leg.replica_sequences > 1 and chance(0.2):
-            leg = replace(leg, other_cuts=self._cuts(leg))
+            leg = replace(leg, other_cuts=self._cuts(leg, short=short))
         return self._with_streams(self._with_keys(self._with_rows(leg, megatron=megatron)))
 
     def _grid(self, shape: Shape) -> tuple[int, int, int]:
@@ -235,6 +272,7 @@ class _Draw:
             if pp <= shape.layers
             and shape.heads % sp == 0
             and (shape.kv_heads % sp == 0 or sp % shape.kv_heads == 0)
+            and (LINEAR_ATTENTION["key_heads"] % sp == 0 or not shape.has_linear_attention)
         ]
         weights = [(4 if pp > 1 else 1) / (dp * pp * sp) for dp, pp, sp in grids]
         return self._random.choices(grids, weights=weights)[0]
@@ -243,18 +281,22 @@ class _Draw:
     def _splits(shape: Shape, sp: int) -> bool:
         """Whether Megatron can share the weights out."""
         whole_norms = FAMILIES[shape.family].get("qk_norm") == "all"
-        return sp > 1 and shape.mlp_size % sp == 0 and not (whole_norms or shape.experts)
+        refused = whole_norms or shape.experts or shape.has_linear_attention
+        return sp > 1 and shape.mlp_size % sp == 0 and not refused
 
-    def _cuts(self, leg: Leg) -> tuple[int, ...]:
-        """Cuts of subsequences that every rank has a part of, at odd places."""
+    def _cuts(self, leg: Leg, *, short: float) -> tuple[int, ...]:
+        """Cuts of subsequences that every rank has a part of, at odd places.
+
+        Args:
+            leg: degrees and schedule.
+            short: share of the subsequences that are short, where edges meet.
+        """
         count = 1 if leg.schedule in WHOLE_SEQUENCES else self._pick([1, 1, 2, 3, 5])
         least = 2 * leg.sp * leg.pp if leg.schedule == "sppo_msp" else leg.sp
         most = max(least, 64 // count)
         cuts = [0]
         for _ in range(count):
-            # Short ones often: a subsequence of one token is where edges meet.
-            short = min(most, least + 3)
-            upper = short if self._chance(0.3) else min(most, 16)
+            upper = min(most, least + 3 if self._chance(short) else 16)
             cuts.append(cuts[-1] + self._random.randint(least, max(least, upper)))
         cuts[-1] = max(cuts[-1], cuts[-2] + least)
         return tuple(cuts)

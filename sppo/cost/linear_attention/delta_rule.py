@@ -13,29 +13,16 @@ Legend: c tokens of a chunk, J key heads, H value heads, K and V sizes of a key 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from sppo.config.model import LinearAttention
+from sppo.cost.tiles import CHUNK_TOKENS
 from sppo.cost.workload import ACCUMULATION_BYTES, Workload
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Table
 
-CHUNK_TOKENS = 64
-"""Tokens of a chunk (c), as in :mod:`sppo.kernels.chunked_rule`."""
-
-
-class RuleWork(NamedTuple):
-    """Work of the rule of one layer on one device, [subsequences]."""
-
-    flops: Floats
-    """FLOPs of products."""
-    moved_bytes: Floats
-    """Bytes of queries, keys, values, outputs or their gradients, and states between chunks, in
-    every run over the tokens."""
-    steps: Floats
-    """Steps that depend on each other."""
+_BACKWARD_RUNS = 4
+"""Runs over all chunks in backward: those that it repeats, and the one that computes gradients."""
 
 
 def rule_flops(linear: LinearAttention) -> int:
@@ -61,10 +48,15 @@ def _flops_without_outputs(linear: LinearAttention) -> int:
     return linear.value_heads * of_head + 2 * linear.keys_width * CHUNK_TOKENS
 
 
-def rule_work(
-    workload: Workload, linear: LinearAttention, *, tokens: Floats
-) -> tuple[RuleWork, RuleWork]:
-    """Return the work of the forward and of the backward of the rule in one layer.
+def rule_seconds(
+    workload: Workload, linear: LinearAttention | None, *, tokens: Floats
+) -> tuple[Table, Table]:
+    """Return the seconds of the forward and of the backward of the rule, [subsequences] each.
+
+    Products and the traffic of queries, keys, values, outputs and states between chunks overlap.
+    Scans run after products: a scan has a block for each head, so its steps take as long however
+    many heads a device has, and heads of other devices make it no shorter. Without linear
+    attention, the seconds are 0.
 
     Args:
         workload: Model, machine, precision and sequence parallelism. Each device of a group has
@@ -72,36 +64,19 @@ def rule_work(
         linear: Linear attention of the layer.
         tokens: Tokens of each subsequence, [subsequences].
     """
-    here = tokens / workload.sequence_parallel_degree
-    chunks = np.ceil(tokens / CHUNK_TOKENS)
-    matrix = linear.value_heads * linear.key_size * linear.value_size
-    of_states = 2 * matrix * chunks * ACCUMULATION_BYTES / workload.sequence_parallel_degree
-    operands = here * (linear.conv_width + linear.values_width) * workload.element_bytes
-    of_forward, repeated = rule_flops(linear) * here, repeated_rule_flops(linear) * here
-    return (
-        RuleWork(of_forward, operands + of_states, chunks),
-        RuleWork(2 * of_forward + repeated, 5 * (operands + of_states), 4 * chunks),
-    )
-
-
-def rule_seconds(
-    workload: Workload, linear: LinearAttention | None, *, tokens: Floats
-) -> tuple[Table, Table]:
-    """Return the seconds of the forward and of the backward of the rule, [subsequences] each.
-
-    Scans run after products: a scan has a block for each head, so its steps take as long however
-    many heads a device has, and heads of other devices make it no shorter. Without linear
-    attention, the seconds are 0.
-    """
     if linear is None:
         return np.zeros_like(tokens), np.zeros_like(tokens)
     device, width = workload.hardware.device, float(linear.key_size)
     rate = device.rule_flops_per_s or device.gemm_flops_per_s(
         workload.dtype, tokens=tokens, width=width, product="forward"
     )
+    here, chunks = tokens / workload.sequence_parallel_degree, np.ceil(tokens / CHUNK_TOKENS)
+    states = 2 * linear.values_width * linear.key_size / CHUNK_TOKENS * ACCUMULATION_BYTES
+    moved = states + (linear.conv_width + linear.values_width) * workload.element_bytes
+    flops, again = rule_flops(linear), repeated_rule_flops(linear)
     forward, backward = (
-        np.maximum(work.flops / rate, work.moved_bytes / device.memory_bytes_per_s)
-        + work.steps * device.rule_step_s
-        for work in rule_work(workload, linear, tokens=tokens)
+        np.maximum(here * of_token / rate, runs * here * moved / device.memory_bytes_per_s)
+        + runs * chunks * device.rule_step_s
+        for of_token, runs in ((flops, 1), (2 * flops + again, _BACKWARD_RUNS))
     )
     return forward, backward

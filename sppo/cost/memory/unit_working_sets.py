@@ -267,8 +267,8 @@ def queries_bytes(shape: BlockLayout, tokens: Counts) -> Counts:
 
     They are queries, and keys if any, or those of linear attention, whichever are larger.
     """
-    found = [np.zeros_like(tokens)]
+    most: Counts = np.zeros_like(tokens)
     for sizes in shape.row_bytes.values():
-        own = [shape.sharded_bytes(sizes.get(name, 0), tokens) for name in _INPUTS]
-        found.append(sum(own, start=np.zeros_like(tokens)))
-    return np.max(found, axis=0)
+        own = (shape.sharded_bytes(sizes.get(name, 0), tokens) for name in _INPUTS)
+        most = np.maximum(most, sum(own, start=np.zeros_like(tokens)))
+    return most

@@ -110,14 +110,12 @@ def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], 
 
 
 def layer_gather_seconds(candidate: Candidate) -> Table:
-    """Return the seconds of gathering the weights of the layers with a backward, [stages].
+    """Return the seconds of gathering the weights of a layer, [stages].
 
     0 if weights are whole on each device.
     """
     parts = [sharded_parts(candidate, stage=stage) for stage in range(len(candidate.stages))]
-    gathers_s = np.array([_gather_s(candidate, own.layer) for own in parts])
-    seconds: Table = candidate.backward_layers * gathers_s
-    return seconds
+    return np.array([_gather_s(candidate, own.layer) for own in parts])
 
 
 def last_reduction_seconds(candidate: Candidate) -> Table:

@@ -9,6 +9,7 @@ convolution.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,6 +27,7 @@ class StoredRecurrence:
     """:class:`sppo.model.linear_mixer.SubsequenceRecurrence` of this rank's tokens of a unit.
 
     Attributes:
+        weights: Weights of the layer, by name within it.
         heads: Heads of this rank, and their exchange for tokens.
         store: Store of the states of these heads.
         key: Layer and sequence.
@@ -33,50 +35,46 @@ class StoredRecurrence:
         saves: Whether this is a forward with a backward to come.
     """
 
+    weights: Weights
     heads: HeadExchange
     store: StateStore
     key: Key
     span: TokenSpan
     saves: bool
 
-    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Tensor:
+    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
         """Return the output ``[C, H, D]``; keep the state behind the unit."""
-        o, state = self._recur(qkv_CM, ab_C2H, weights)
+        o, state = self._recur(qkv_CM, ab_C2H)
         self.store.leave(self.key, self.span, state, saves=self.saves)
         return o
 
-    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Tensor:
+    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
         """Return the output ``[C, H, D]`` again, of a unit that has not run backward."""
-        return self._recur(qkv_CM, ab_C2H, weights)[0]
+        return self._recur(qkv_CM, ab_C2H)[0]
 
     def backward(
-        self,
-        do_CHD: Tensor,
-        qkv_CM: Tensor,
-        ab_C2H: Tensor,
-        weights: Weights,
-        gradients: GradientSink,
+        self, do_CHD: Tensor, qkv_CM: Tensor, ab_C2H: Tensor, gradients: GradientSink
     ) -> tuple[Tensor, Tensor]:
         """Return (dqkv_CM, dab_C2H) in new memory; hand on the gradient of the state."""
         qkv_CM, ab_C2H, do_CHD = self.heads.to_heads(qkv_CM, ab_C2H, do_CHD)
         state, behind = self._state, self.store.gradient_behind(self.key)
-        recurrence = self._recurrence(qkv_CM, ab_C2H, weights)
+        recurrence = self._recurrence(qkv_CM, ab_C2H)
         dqkv, dab, dweights, dstate = recurrence.backward(do_CHD, behind, state)
         self.store.hand_back(self.key, self.span, None if state is None else dstate)
         for name, gradient in dweights.items():
             if gradients.trains(name):
-                gradients.add(name, self.heads.whole(gradient, weights[name]))
+                gradients.add(name, self.heads.whole(gradient, self.weights[name]))
         return self.heads.to_tokens(dqkv, dab)
 
-    def _recur(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> tuple[Tensor, State]:
+    def _recur(self, qkv_CM: Tensor, ab_C2H: Tensor) -> tuple[Tensor, State]:
         """Return the output of this rank's tokens, and the state of its heads behind the unit."""
         qkv_CM, ab_C2H = self.heads.to_heads(qkv_CM, ab_C2H)
-        o, state = self._recurrence(qkv_CM, ab_C2H, weights).forward(self._state)
+        o, state = self._recurrence(qkv_CM, ab_C2H).forward(self._state)
         return self.heads.outputs_to_tokens(o), state
 
-    def _recurrence(self, qkv_CM: Tensor, ab_C2H: Tensor, weights: Weights) -> Recurrence:
+    def _recurrence(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Recurrence:
         """Return the recurrence of this rank's heads over all tokens."""
-        own = self.heads.own_weights(weights)
+        own = self.heads.own_weights(self.weights)
         return Recurrence(own, self.heads.own, qkv_CM, ab_C2H, self._starts)
 
     @property
@@ -88,5 +86,6 @@ class StoredRecurrence:
     @property
     def _starts(self) -> tuple[int, ...]:
         """Tokens of the unit with which documents begin, but for its first token."""
-        start, end = self.span.start, self.span.end
-        return tuple(s - start for s in self.span.document_starts if start < s < end)
+        start, starts = self.span.start, self.span.document_starts
+        inside = starts[bisect_right(starts, start) : bisect_left(starts, self.span.end)]
+        return tuple(s - start for s in inside)

@@ -67,6 +67,56 @@ def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, se
         assert predicted == pytest.approx(measured, rel=0.05)
 
 
+HYBRID = {
+    **MODEL, "attention_gate": True, "layer_types": ["full", "linear"],
+    "linear_attention": {"key_heads": 2, "value_heads": 4},
+}  # fmt: skip
+
+
+def hybrid_bytes(rank, directory):
+    """Predicted and measured bytes of one rank, and the predicted ones without messages."""
+    checked, outcome = train_rank(rank, directory)
+    memory = checked.plan.rank_memory
+    device = memory[rank % len(memory)].device
+    found = predicted_and_measured(device, outcome.buckets, all_bytes=outcome.peak_bytes)
+    return found, device.working_bytes
+
+
+def train_hybrid(ranks, tmp_path, policy, **parallel):
+    if install_cpu_allocator() is None:
+        pytest.skip("torch's CPU tensors live in the C heap here")
+    write_tokens(tmp_path / "tokens", num_tokens=20000)
+    write_run(
+        tmp_path / "run.yaml",
+        model=HYBRID,
+        sequence={"length": 8192, "num_subsequences": 4},
+        parallel={"pipeline_parallel_degree": 1, **parallel},
+        activations={"policy": policy},
+        train={"steps": 2, "dtype": "fp32", "output": "out"},
+    )
+    return ranks.run(hybrid_bytes, tmp_path, ranks=2)
+
+
+@pytest.mark.parametrize(("policy", "stages"), [("retain", 1), ("recompute", 2)])
+def test_hybrids_take_what_is_planned(ranks, tmp_path, policy, stages):
+    layout = {"pipeline_parallel_degree": 2, "virtual_stages": stages}
+    for found, _ in train_hybrid(ranks, tmp_path, policy, **layout):
+        for name in ("working set", "activations", "K/V and gradients"):
+            predicted, measured = found[name]
+            assert predicted == pytest.approx(measured, rel=0.05), name
+
+
+def test_ranks_that_share_the_heads_of_states_take_what_is_planned(ranks, tmp_path):
+    """Buffers of the sum of gradients, which are messages, are there when no layer runs."""
+    for found, working_bytes in train_hybrid(
+        ranks, tmp_path, "keep_attention", sequence_parallel_degree=2
+    ):
+        for name in ("activations", "K/V and gradients"):
+            predicted, measured = found[name]
+            assert predicted == pytest.approx(measured, rel=1e-3), name
+        assert found["working set"][1] == pytest.approx(working_bytes, rel=0.05)
+
+
 EXPERTS = {
     "count": 8, "per_token": 3, "mlp_size": 256, "shared_mlp_size": 128,
 }  # fmt: skip

@@ -152,7 +152,8 @@ QWEN3_5 = HfFamily(
     skipped=("vision_config",),
     nested_in="qwen3_5",
 )
-QWEN3_5_MOE = HfFamily(
+QWEN3_5_MOE = replace(
+    QWEN3_5,
     architecture="Qwen3_5MoeForCausalLM",
     settings=(
         *rotary(mlp_size=False),
@@ -175,8 +176,6 @@ QWEN3_5_MOE = HfFamily(
         others=EXPERT_MODULES,
     ),
     refused=REFUSED,
-    no_layers=("mtp_num_hidden_layers",),
-    skipped=("vision_config",),
     nested_in="qwen3_5_moe",
 )
 _QKVZ, _BA = (*_QKV, "linear_gate"), ("linear_beta", "linear_decay")
@@ -185,7 +184,9 @@ QWEN3_NEXT = HfFamily(
     settings=(*rotary(), *_EXPERTS, _SHARED_SIZE, *_HYBRID),
     defaults={
         **_HYBRID_DEFAULTS,
-        **{"num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
     },
     fixed={**_HYBRID_FIXED, "experts.shared_switch": True},
     tensors=replace(
