@@ -109,6 +109,16 @@ def test_a_shared_mlp_and_a_first_dense_layer_take_what_is_planned(policy):
     assert_as_planned(trace_step(run, plan_for_gpu(run)))
 
 
+@pytest.mark.parametrize("policy", ["keep_attention", *exhaustive("recompute", "sppo")])
+def test_a_wide_first_layer_runs_when_later_layers_have_freed_theirs(policy):
+    """It is never the first in backward, so its working set is beside fewer saved tensors."""
+    experts = {**TWO_LAYERS["experts"]["experts"], "shared_mlp_size": 512, "dense_layers": 1}
+    windows = {"sliding_window": 1024, "layer_types": ["sliding", "full"]}
+    sizes = {"num_layers": 4, "mlp_size": 8192, "experts": experts}
+    run = run_of({**TWO_LAYERS["experts"], **windows, **sizes}, policy)
+    assert_as_planned(trace_step(run, plan_for_gpu(run)))
+
+
 def test_fp32_holds_what_is_planned():
     run = run_of("llama", "retain", train={"dtype": "fp32"}, length=3001)
     step = trace_step(run, plan_for_gpu(run))

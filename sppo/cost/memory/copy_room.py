@@ -165,7 +165,7 @@ def with_placement(
     blocks, last_blocks = np.maximum(blocks, kv_block), np.maximum(last_blocks, kv_block)
     leaving = waiting * (blocks + kv_block)
     computing = computing_bytes(candidate, placement)
-    # Beside a backward, the block of the last layer that ran forward leaves.
+    # Beside a backward, a block of the last layers that ran forward leaves.
     candidate.by_rank(computing[1])[...] -= (waiting * (blocks - last_blocks))[:, None]
     at_peak = bytes_at_peak(
         candidate,
@@ -202,7 +202,7 @@ def _stage_room(
     Returns:
         Numbers of blocks (:func:`block_slots`); bytes of tensors that backward joins from parts (0
         on a GPU, whose working sets include them), of the largest block, of the largest block of
-        the last layer, and of the largest sequence in the tier.
+        the last layers that share an input, and of the largest sequence in the tier.
     """
     layout = block_layout(candidate, stage=stage)
     blocks = stage_blocks(placement, layout, stage=stage)
@@ -211,6 +211,6 @@ def _stage_room(
         *block_slots(candidate, layout),
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
         int(blocks.max(initial=0)),
-        int(blocks[:, -1:].max(initial=0)),
+        int(blocks[:, -candidate.input_every :].max(initial=0)),
         max(int(blocks[own].sum()) for own in candidate.distinct_sequences),
     )
