@@ -133,7 +133,9 @@ def _fla_rule(x: RuleOperands) -> tuple[Tensor, Tensor]:
     """Compute :func:`delta_rule` by fla-core, for which documents are sequences."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    edges = torch.tensor([0, *(start for start in x.starts if start), len(x.v_CHV)])
+    device = x.v_CHV.device
+    positions = [0, *(start for start in x.starts if start), len(x.v_CHV)]
+    edges = torch.tensor(positions, pin_memory=device.type == "cuda")
     others = len(edges) - 2
     first_1HKV = x.state_HKV.unsqueeze(0) * float(0 not in x.starts)
     o_1CHV, states = chunk_gated_delta_rule(
@@ -141,7 +143,7 @@ def _fla_rule(x: RuleOperands) -> tuple[Tensor, Tensor]:
         scale=1.0,
         initial_state=functional.pad(first_1HKV, (0, 0, 0, 0, 0, 0, 0, others)),
         output_final_state=True,
-        cu_seqlens=edges.to(x.v_CHV.device) if others else None,
+        cu_seqlens=edges.to(device, non_blocking=True) if others else None,
         cu_seqlens_cpu=edges if others else None,
     )
     return o_1CHV[0], states[-1].clone()
