@@ -50,6 +50,7 @@ CUDA_OPERATORS = (
     "_foreach_copy_(Tensor(a!)[] self, Tensor[] src, bool non_blocking=False) -> ()",
     "_foreach_mul_.Tensor(Tensor(a!)[] self, Tensor other) -> ()",
     "_foreach_zero_(Tensor(a!)[] self) -> ()",
+    "sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor",
     "silu_backward(Tensor grad_output, Tensor self) -> Tensor",
     "gelu_backward(Tensor grad_output, Tensor self, *, str approximate='none') -> Tensor",
     "native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, "
