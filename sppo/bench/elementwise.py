@@ -1,6 +1,6 @@
 """Rates of element-wise kernels, the loss and the optimizer, over bytes that the planner counts.
 
-The bytes are those of :data:`sppo.cost.elementwise.PASSES`, the least that a kernel could read and
+The bytes are those of :mod:`sppo.cost.elementwise`, the least that a kernel could read and
 write, so that the time predicted from these bytes and rates is the time measured here.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, KernelBench, Timing
-from sppo.cost.elementwise import PASSES, bytes_per_element
+from sppo.cost.elementwise.layer_work import PASSES, bytes_per_element
 from sppo.hardware.rates import ElementwisePoint
 
 ElementwiseKey = tuple[str, str, int]

@@ -194,4 +194,4 @@ MAKERS: Mapping[str, Maker] = {
     "loss_gradient": _loss_gradient,
     "adamw": _adamw,
 }
-"""Functions that build the call of each kernel in :data:`sppo.cost.elementwise.PASSES`."""
+"""Functions that build the call of each kernel of :mod:`sppo.cost.elementwise`, by name."""

@@ -24,7 +24,8 @@ import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import LayerType
-from sppo.cost.elementwise import bytes_per_element, layer_work, saving_work
+from sppo.cost.elementwise.layer_work import bytes_per_element, layer_work, saving_work
+from sppo.cost.elementwise.mlp_work import Work
 from sppo.cost.expert_products import (
     expert_kernels,
     expert_seconds,
@@ -34,7 +35,6 @@ from sppo.cost.expert_products import (
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, pair_flops, recomputed_linear_names
 from sppo.cost.layer_kinds import LayerKind, Shapes, elements, is_stacked
 from sppo.cost.linear_attention.delta_rule import rule_seconds
-from sppo.cost.mlp_work import Work
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.tiles import tile_tokens
 from sppo.cost.trainable import (

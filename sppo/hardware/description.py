@@ -218,7 +218,7 @@ class DeviceSpec:
     def elementwise_bytes_per_s(self, kernel: str, dtype: str, *, elements: Floats) -> Floats:
         """Return the bytes per second of an element-wise kernel on tensors of `elements` elements.
 
-        The rate refers to the bytes that :mod:`sppo.cost.elementwise` counts.
+        The rate refers to the bytes that :mod:`sppo.cost.elementwise.layer_work` counts.
         """
         grid = self._grids["elementwise_points"].get((kernel, dtype, "bytes_per_s"))
         if grid is None:

@@ -11,7 +11,7 @@ from sppo.bench.attention import attention_problems
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES
 from sppo.bench.timing import KernelBench, Rounds, Timing
-from sppo.cost.elementwise import PASSES, bytes_per_element
+from sppo.cost.elementwise.layer_work import PASSES, bytes_per_element
 from sppo.hardware.presets import PRESETS
 from tests.bench.test_timing import Watcher, bench_of
 

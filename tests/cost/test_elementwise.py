@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sppo.activations.policy import saved_tensors
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.elementwise import PASSES, layer_work, saving_work
+from sppo.cost.elementwise.layer_work import PASSES, layer_work, saving_work
 from sppo.cost.layer import update_seconds
 from sppo.cost.parameters import layer_shapes
 from sppo.cost.stages.seconds import stage_seconds

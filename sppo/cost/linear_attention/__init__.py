@@ -1,1 +1,1 @@
-"""Costs of linear attention: of its rule, of its element-wise kernels, and of its states."""
+"""Costs of linear attention: of its rule and of its states."""

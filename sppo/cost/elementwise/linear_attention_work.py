@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sppo.config.model import LinearAttention
-from sppo.cost.mlp_work import Work
-
-_ACCUMULATION_BYTES = 4
+from sppo.cost.elementwise.mlp_work import Work
+from sppo.cost.workload import ACCUMULATION_BYTES
 
 
 def linear_attention_work(
@@ -24,7 +23,7 @@ def linear_attention_work(
         Kernels of "forward" and "backward"; "linear_recompute" and "attention_recompute" have
         nothing but products, and there are no K and V.
     """
-    wider = max(_ACCUMULATION_BYTES, element_bytes) / element_bytes
+    wider = max(ACCUMULATION_BYTES, element_bytes) / element_bytes
     channels, keys = (round(wider * width) for width in (linear.conv_width, 2 * linear.keys_width))
     values = linear.values_width
     product: Work = ("add", channels)

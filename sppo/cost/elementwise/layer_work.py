@@ -20,10 +20,9 @@ from sppo.config.model import (
     LayerType,
     ModelConfig,
 )
-from sppo.cost.linear_attention.elementwise import linear_attention_work
-from sppo.cost.mlp_work import Work, bias_gradients, mlp_work
-
-_ACCUMULATION_BYTES = 4
+from sppo.cost.elementwise.linear_attention_work import linear_attention_work
+from sppo.cost.elementwise.mlp_work import Work, bias_gradients, mlp_work
+from sppo.cost.workload import ACCUMULATION_BYTES
 
 PASSES: Mapping[str, tuple[float, float]] = {
     "rmsnorm": (2, 0),
@@ -76,7 +75,7 @@ _QK_NORMS = {"head": "head_norm", "all": "rmsnorm"}
 def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
     """Return the bytes that `kernel` reads and writes per element of its operand."""
     in_compute_dtype, in_fp32 = PASSES[kernel]
-    return in_compute_dtype * element_bytes + in_fp32 * _ACCUMULATION_BYTES
+    return in_compute_dtype * element_bytes + in_fp32 * ACCUMULATION_BYTES
 
 
 def layer_work(
@@ -128,7 +127,7 @@ def _attention_work(
     (backward if model.qk_norm else recompute).extend(queries)
     for width in (query, key):
         backward += [(_BACKWARDS[kernel], width) for kernel in reversed(between)]
-    if element_bytes < _ACCUMULATION_BYTES:
+    if element_bytes < ACCUMULATION_BYTES:
         backward += [("narrow", key)] * 2
     if "sinks.weight" in trained:
         backward.append(("sink_gradient", query))

@@ -1,0 +1,1 @@
+"""Element-wise kernels of a layer: of the residual stream, attention, linear attention, MLP."""
