@@ -20,6 +20,7 @@ from sppo.config.model import upgraded_fields
 from sppo.config.start_model import CONFIG_FILE
 from sppo.output_file import PARTIAL, write_json
 from sppo.quoting import quoted
+from sppo.report.failures import FAILURES_FILE
 from sppo.report.metrics import METRICS_FILE
 from sppo.report.tracking.track_file import TRACK_FILE
 from sppo.report.tracking.trackers import TENSORBOARD_DIRECTORY
@@ -41,7 +42,7 @@ RESULT_FILES = (
     TIMELINE_TRACE,
 )
 """Files that a run writes beside its checkpoints, in the order in which the report names them."""
-_FILES = (CONFIG_FILE, PLAN_FILE, TRACK_FILE, *RESULT_FILES)
+_FILES = (CONFIG_FILE, PLAN_FILE, TRACK_FILE, FAILURES_FILE, *RESULT_FILES)
 _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 """Prefix of the names of unfinished configuration files, left by a run killed at its start."""
 
@@ -60,6 +61,8 @@ _MAY_CHANGE = frozenset(
             "train.tensorboard",
             "train.nonfinite",
             "train.max_nonfinite_steps",
+            "train.restarts",
+            "train.shrink",
         ),
         *("train.norms_every", "train.output"),
     }
@@ -108,7 +111,10 @@ def _check_places(output: Path) -> None:
 
 
 def _is_foreign(entry: Path) -> bool:
-    return entry.name != _LOCK_FILE and not entry.name.startswith(_PARTIAL_CONFIG)
+    # A run may fail before it writes its configuration.
+    return entry.name not in (_LOCK_FILE, FAILURES_FILE) and not entry.name.startswith(
+        _PARTIAL_CONFIG
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from sppo.parallel.job.environment import (
     torch_kept_quiet,
     with_module_path,
 )
+from sppo.parallel.job.job_end import JobEnd
 from sppo.parallel.job.launch import run_ranks
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.mesh_shape import MeshShape
@@ -37,6 +38,7 @@ from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
 from sppo.training.input_checks import EvaluatedWeights, check_evaluation, check_inputs
 from sppo.training.interruption import StopRequest
+from sppo.units import counted
 
 if TYPE_CHECKING:
     from sppo.training.job import Job
@@ -56,6 +58,9 @@ class ReadyRun:
     """
     chosen: Mapping[str, int] = field(default_factory=dict)
     """Degrees that were chosen because the run leaves them out, by name."""
+    restarts: int = 0
+    """Most times that the ranks are started again after a fault. Above 0, a single rank, too, is a
+    process of its own."""
 
     @property
     def is_main(self) -> bool:
@@ -65,7 +70,8 @@ class ReadyRun:
     @property
     def starts_ranks(self) -> bool:
         """True if this process starts the ranks instead of training itself."""
-        return self.environment is None and MeshShape.of(self.run.parallel).num_ranks > 1
+        num_ranks = MeshShape.of(self.run.parallel).num_ranks
+        return self.environment is None and (num_ranks > 1 or self.restarts > 0)
 
 
 def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console) -> ReadyRun:
@@ -98,29 +104,23 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
     else:
         console = Console(quiet=True)
     if epochs is not None:
-        counted = f"{epochs:g} of {', '.join(run.data.directories.values())}"
-        print_titled("epochs", f"{counted}: {run.train.steps} steps", console)
+        passes = f"{epochs:g} of {', '.join(run.data.directories.values())}"
+        print_titled("epochs", f"{passes}: {run.train.steps} steps", console)
     chosen = {} if plan is not None else _chosen_degrees(run, environment, console=console)
-    return _ready(run, plan, environment, chosen, console=console)
-
-
-def _ready(
-    run: RunConfig,
-    plan: ExecutionPlan | None,
-    environment: RankEnvironment | None,
-    chosen: Mapping[str, int],
-    *,
-    console: Console,
-) -> ReadyRun:
-    """Return a run with its chosen degrees, and announce the start of its ranks."""
     run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
-    ready = ReadyRun(run, plan, environment, chosen)
-    shape = MeshShape.of(run.parallel)
+    ready = ReadyRun(run, plan, environment, chosen, restarts=run.train.restarts)
+    _announce_start(ready, console=console)
+    return ready
+
+
+def _announce_start(ready: ReadyRun, *, console: Console) -> None:
+    """Check the memory for the processes of a run, and announce the ranks that it starts."""
+    shape = MeshShape.of(ready.run.parallel)
     check_room_for_libraries(processes=1 + shape.num_ranks if ready.starts_ranks else 1)
     if ready.starts_ranks:
-        where = f"{shape.num_ranks} ranks on this machine ({shape})"
+        where = f"{counted(shape.num_ranks, 'rank')} on this machine"
+        where += f" ({shape})" if shape.num_ranks > 1 else ""
         print_titled("start", f"{where}: torch is loaded and the run is checked first", console)
-    return ready
 
 
 def _chosen_degrees(
@@ -168,18 +168,20 @@ def prepare_evaluation(run: RunConfig, weights: EvaluatedWeights, *, console: Co
         console = Console(quiet=True)
     longest = run_of_longest_samples(run).with_values({"data.samples": "stream"})
     chosen = _chosen_degrees(longest, environment, console=console)
-    return _ready(run, None, environment, chosen, console=console)
+    run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
+    ready = ReadyRun(run, None, environment, chosen)
+    _announce_start(ready, console=console)
+    return ready
 
 
-def start_ranks(ready: ReadyRun, words: list[str]) -> int:
-    """Run the ``sppo`` command once for every rank; rank 0 checks the run, and prints.
+def start_ranks(ready: ReadyRun, words: Sequence[str]) -> JobEnd:
+    """Run the ``sppo`` command once for every rank, and report a failure.
+
+    Rank 0 checks the run, and prints.
 
     Args:
         ready: Run to start.
         words: Arguments of the command.
-
-    Returns:
-        Exit code of :func:`sppo.parallel.job.launch.run_ranks`.
 
     Raises:
         ValueError: This machine has fewer GPUs than ranks.
@@ -191,7 +193,7 @@ def start_ranks(ready: ReadyRun, words: list[str]) -> int:
     num_ranks = MeshShape.of(ready.run.parallel).num_ranks
     check_devices(ready.run, local_ranks=num_ranks)
     allow_connections(num_ranks)
-    return run_ranks(
+    end = run_ranks(
         [
             *(sys.executable, "-P", "-m", "sppo", *words),
             *(f"parallel.{name}={degree}" for name, degree in ready.chosen.items()),
@@ -200,6 +202,8 @@ def start_ranks(ready: ReadyRun, words: list[str]) -> int:
         environ=with_module_path(os.environ),
         threads_per_rank=max(1, count_cores() // num_ranks),
     )
+    end.tell()
+    return end
 
 
 def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> TrainingOutcome:
@@ -233,7 +237,9 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
     ):
         if environment is not None and environment.launcher != "sppo":
             job.peers.decided_by_main(lambda: check_inputs(run))
+        job.progress.reached("started")
         checked = preflight(job, ready.plan)
+        job.progress.reached("planned")
         announce(checked)
         outcome = train_run(checked)
         if ready.is_main:

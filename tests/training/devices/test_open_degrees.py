@@ -9,6 +9,7 @@ from rich.console import Console
 import sppo
 from sppo.config import load_run
 from sppo.hardware import this_machine
+from sppo.parallel.job.job_end import JobEnd
 from sppo.planning.search.choices import Degrees
 from sppo.training import input_checks, start
 from sppo.training.devices import device as devices
@@ -90,7 +91,10 @@ def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatc
     assert ready.run.parallel.pipeline_parallel_degree == 2
     assert "degrees   pipeline 2, chosen for 4 devices" in console.export_text()
     started = []
-    monkeypatch.setattr("sppo.training.start.run_ranks", lambda words, **_: started.append(words))
+    monkeypatch.setattr(
+        "sppo.training.start.run_ranks",
+        lambda words, **_: started.append(words) or JobEnd((), started_s=0.0),
+    )
     start_ranks(ready, ["train", "run.yaml"])
     (words,) = started
     assert load_run(work / "run.yaml", words[6:]).parallel == ready.run.parallel
