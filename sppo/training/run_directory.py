@@ -43,8 +43,9 @@ RESULT_FILES = (
 )
 """Files that a run writes beside its checkpoints, in the order in which the report names them."""
 _FILES = (CONFIG_FILE, PLAN_FILE, TRACK_FILE, FAILURES_FILE, *RESULT_FILES)
-_PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
-"""Prefix of the names of unfinished configuration files, left by a run killed at its start."""
+_BEFORE_CONFIG = (_LOCK_FILE, FAILURES_FILE, f"{CONFIG_FILE}{PARTIAL}")
+"""Beginnings of the names of files that a run leaves if it fails before it has written its
+configuration."""
 
 _MAY_CHANGE = frozenset(
     {
@@ -111,10 +112,7 @@ def _check_places(output: Path) -> None:
 
 
 def _is_foreign(entry: Path) -> bool:
-    # A run may fail before it writes its configuration.
-    return entry.name not in (_LOCK_FILE, FAILURES_FILE) and not entry.name.startswith(
-        _PARTIAL_CONFIG
-    )
+    return not entry.name.startswith(_BEFORE_CONFIG)
 
 
 @contextmanager
