@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -175,6 +176,11 @@ class ParallelConfig(Section):
     def open_degrees(self) -> tuple[str, ...]:
         """Names of the degrees that are not written, which the solver chooses."""
         return tuple(name for name in DEGREES if name not in self.model_fields_set)
+
+    @property
+    def written_ranks(self) -> int:
+        """Number of ranks of the written degrees, where those that are not written are 1."""
+        return prod(getattr(self, name) for name in DEGREES)
 
 
 class ActivationsConfig(Section):
@@ -409,6 +415,14 @@ class RunConfig(Section):
             changed = sections.get(section, getattr(self, section))
             sections[section] = changed.model_copy(update={key: value})
         return self.model_copy(update=sections)
+
+    def with_open_degrees(self) -> RunConfig:
+        """Return the run without its written degrees, so that the solver chooses all of them."""
+        kept = {name: getattr(self.parallel, name) for name in self.parallel.model_fields_set}
+        parallel = ParallelConfig.model_construct(
+            **{name: value for name, value in kept.items() if name not in DEGREES}
+        )
+        return self.model_copy(update={"parallel": parallel})
 
     @property
     def evaluated_sets(self) -> dict[str, ValidationSet]:

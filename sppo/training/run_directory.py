@@ -20,13 +20,13 @@ from sppo.config.model import upgraded_fields
 from sppo.config.start_model import CONFIG_FILE
 from sppo.output_file import PARTIAL, write_json
 from sppo.quoting import quoted
-from sppo.report.failures import FAILURES_FILE
 from sppo.report.metrics import METRICS_FILE
 from sppo.report.tracking.track_file import TRACK_FILE
 from sppo.report.tracking.trackers import TENSORBOARD_DIRECTORY
 from sppo.report.validation import VALIDATION_FILE
 
 PLAN_FILE = "plan.json"
+FAILURES_FILE = "failures.jsonl"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PLOT, POSITIONS_PLOT, EXPERTS_PLOT = "loss.png", "loss_by_position.png", "experts.png"
 TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"

@@ -46,8 +46,9 @@ class RankEnd:
 
     @property
     def failed_s(self) -> float:
-        """When the rank failed according to its flight record, or else when its process ended."""
-        if self.note is not None and self.note.state in ("failed", "peer_lost"):
+        """When the rank failed, or was last heard of if it was stopped; else its process's end."""
+        has_failed = self.note is not None and self.note.state in ("failed", "peer_lost")
+        if self.note is not None and (has_failed or self.stopped):
             return min(self.note.changed_s, self.ended_s)
         return self.ended_s
 

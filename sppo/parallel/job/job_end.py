@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from sppo.parallel.job.failure_report import (
@@ -33,9 +34,9 @@ class JobEnd:
     dumps: tuple[Path, ...] = ()
 
     @property
-    def blamed(self) -> RankEnd | None:
-        """End of the rank to blame: it hung, or failed first; None if all ranks succeeded."""
-        return unanswering(self.ends) or first_failure(self.ends)
+    def blamed(self) -> RankEnd:
+        """End of the rank to blame for a failure: it hung, or failed first."""
+        return unanswering(self.ends) or self._first
 
     @property
     def exit_code(self) -> int:
@@ -49,30 +50,29 @@ class JobEnd:
 
     @property
     def report(self) -> str:
-        """Text of the report, with the rank to blame first; "" if all ranks succeeded."""
-        first = first_failure(self.ends)
-        if first is None:
-            return ""
-        return failure_report(self.ends, first=first, asked=self.asked, dumps=self.dumps)
+        """Text of the report of a failure, with the rank to blame first."""
+        return failure_report(self.ends, first=self._first, asked=self.asked, dumps=self.dumps)
 
     def tell(self) -> None:
-        """Print the report on stderr, unless rank 0 has printed why all ranks ended."""
-        if self.report and not was_said_by_rank_0(self.ends):
+        """Print the report of a failure on stderr, unless rank 0 has said why all ranks ended."""
+        if self.exit_code != 0 and not was_said_by_rank_0(self.ends):
             print(self.report, file=sys.stderr, flush=True)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part of the job, in their order; {} of a job that succeeded.
+        """Return the seconds of each part of a job that failed, in their order.
 
         The parts of its start, as rank 0 recorded them (:meth:`RankProgress.reached`), and from the
         fault on: until this process noticed a failed rank, and until all ranks had ended.
         """
-        if self.blamed is None:
-            return {}
-        note = self.ends[0].note
-        parts, before_s = {}, self.started_s
-        for name, reached_s in ({} if note is None else note.reached_s).items():
-            parts[name], before_s = reached_s - before_s, reached_s
-        noticed_s = min(end.ended_s for end in self.ends if end.returncode)
+        note, noticed_s = self.ends[0].note, min(end.ended_s for end in self.ends if end.returncode)
+        reached = [("", self.started_s), *({} if note is None else note.reached_s).items()]
+        parts = {name: at_s - before_s for (_, before_s), (name, at_s) in pairwise(reached)}
         parts["noticed"] = max(0.0, noticed_s - self.blamed.failed_s)
         parts["ended"] = max(end.ended_s for end in self.ends) - noticed_s
-        return parts
+        return {name: round(seconds, 3) for name, seconds in parts.items()}
+
+    @property
+    def _first(self) -> RankEnd:
+        first = first_failure(self.ends)
+        assert first is not None, "the job failed"
+        return first

@@ -7,7 +7,18 @@ from sppo.parallel.job.restarts import Fault, decide
 
 
 def fault(step=None, *, device=0, code=FAULT, ranks=4):
-    return Fault(exit_code=code, device=device, step=step, num_ranks=ranks)
+    return Fault(
+        time="",
+        attempt=1,
+        num_ranks=ranks,
+        rank=0,
+        device=device,
+        step=step,
+        exit_code=code,
+        cause="",
+        report="",
+        seconds={},
+    )
 
 
 def actions(*faults, restarts=9, shrink=False):

@@ -14,8 +14,7 @@ from sppo.planning.search.choices import Degrees
 from sppo.training import input_checks, start
 from sppo.training.devices import device as devices
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.devices.device import chosen_degrees, ranks_to_divide
-from sppo.training.start import prepare_run, start_ranks
+from sppo.training.start import ReadyRun, on_devices, prepare_run, start_ranks
 from sppo.units import GIB
 from tests.conftest import write_run
 from tests.training.devices.test_cuda_device import place
@@ -41,8 +40,7 @@ def degrees_of(plan_or_parallel):
 
 def chosen(run, environment=None):
     """Degrees chosen for a run; {} if there is nothing to choose."""
-    ranks = ranks_to_divide(run, environment)
-    return chosen_degrees(run, environment, ranks=ranks) if ranks else {}
+    return on_devices(ReadyRun(run, None, environment), Console(quiet=True)).chosen
 
 
 def open_run(**overrides):
