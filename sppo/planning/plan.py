@@ -175,7 +175,7 @@ class ExecutionPlan:
         return ModelConfig.model_validate(self.run["model"])
 
     @property
-    def num_ranks(self) -> int:
+    def num_devices(self) -> int:
         """Number of devices that the plan is for."""
         return (
             self.data_parallel_degree

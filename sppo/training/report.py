@@ -123,10 +123,10 @@ def _other_ranks(file: Path, plan: ExecutionPlan) -> str | None:
         before = read_plan(file)
     except (ValueError, OSError):  # none, or one of another version
         return None
-    if before.num_ranks == plan.num_ranks:
+    if before.num_devices == plan.num_devices:
         return None
     now, then = (
-        f"{format_duration(one.predicted.step_s)} on {counted(one.num_ranks, 'rank')}"
+        f"{format_duration(one.predicted.step_s)} on {counted(one.num_devices, 'rank')}"
         for one in (plan, before)
     )
     return f"a step is predicted to take {now}; before it was {then}"
