@@ -29,10 +29,11 @@ from sppo.cost.parameters import active_parameters, num_parameters
 from sppo.hardware.presets import PRESETS as MACHINES
 from sppo.output_file import write_text
 from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
-from sppo.units import SIZE_PATTERN, format_bytes, format_count
+from sppo.units import DURATION_PATTERN, SIZE_PATTERN, format_bytes, format_count
 
 RUN_FILE = Path(__file__).resolve().parents[1] / "docs/reference/run_file.md"
 _GENERATED = "<!-- Written by scripts/reference_pages.py from the code: change it there. -->\n\n"
+_UNITS = {SIZE_PATTERN: "size", DURATION_PATTERN: "duration"}
 _ROLE = re.compile(r":(?:class|func|meth|data|mod):`~?([^`]+)`")
 
 
@@ -108,12 +109,12 @@ def _default(section: str, key: str, entry: Mapping[str, Any]) -> str:
 def _type(entry: Mapping[str, Any]) -> str:
     """Return the type of a key in words."""
     choices = entry.get("anyOf", [entry])
-    is_size = any(choice.get("pattern") == SIZE_PATTERN for choice in choices)
+    units = [_UNITS[choice["pattern"]] for choice in choices if choice.get("pattern") in _UNITS]
     words = []
     for choice in choices:
-        if is_size and choice.get("type") == "integer":
-            words.append("size")
-        elif choice.get("pattern") != SIZE_PATTERN:
+        if units and choice.get("type") in ("integer", "number"):
+            words += units
+        elif choice.get("pattern") not in _UNITS:
             words.append(_one_type(choice))
     return " or ".join(words)
 
