@@ -68,7 +68,7 @@ def announce(checked: CheckedRun) -> None:
     """Print the model, the data, the cuts, the parallelism and the predicted memory of a run."""
     run, plan, data = checked.job.run, checked.plan, checked.data
     say = partial(print_titled, console=checked.job.console)
-    name = run.model.preset or run.model.from_hf or "model"
+    name = run.model.from_hf or run.model.preset or "model"
     say(
         "model",
         f"{name}: {counts_text(run)}, {run.train.dtype} on "
