@@ -366,8 +366,8 @@ class HardwareConfig(Section):
     file. Plans fill up to 0.85 of it, and training up to 0.85 of the host memory that is free."""
     attention: Literal["auto", "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4"] = "auto"
     """Attention back end whose published rates (bf16) plans on a preset use; auto: the preset's
-    default, see docs/planning.md, or what this machine runs if the plan is made when the run
-    starts. A run chooses its own back end; one that falls back from the plan's is refused."""
+    default, or what this machine runs if the plan is made when the run starts. A run chooses its
+    own back end; one that falls back from the plan's is refused."""
     margin: Annotated[float, Field(ge=0.0, le=_MOST_MARGIN)] = DEFAULT_MARGIN
     """Fraction of a device's memory that plans leave free."""
     mean_time_to_failure: Duration | None = None
