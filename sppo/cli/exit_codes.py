@@ -12,18 +12,13 @@ from typing import NoReturn
 import typer
 
 from sppo.parallel.job.environment import is_started_rank
+from sppo.parallel.job.exit_codes import BAD_INPUT, CORRUPTED, FAULT, NO_PLAN, NO_ROOM
 from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.quoting import readable
 from sppo.report.lines import for_stderr
 from sppo.training.interruption import CorruptionError, NonFiniteError
 
-FAULT = 1
-"""Exit code of a failing disk, a lost rank, or a bug."""
-BAD_INPUT = 2
-NO_PLAN = 3
-NO_ROOM = 4
-CORRUPTED = 5
 MEANINGS = {
     0: "done",
     FAULT: "anything else: a lost rank, a disk that fails, a bug",
