@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments import harness
-from sppo.cli.exit_codes import NO_PLAN
+from sppo.parallel.job.exit_codes import NO_PLAN
 from sppo.units import format_bytes
 
 _NODE = "configs/run/llama_8b_1m_1node.yaml"

@@ -16,6 +16,8 @@ import pytest
 import sppo
 from scripts import reference_pages
 from sppo.cli.app import SUBCOMMANDS
+from sppo.config import RunConfig
+from sppo.config.problems import RUN_KEYS
 from tests.documents import ROOT, pages, prose
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -71,6 +73,32 @@ def broken_links(page, text):
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page(page):
     assert not list(broken_links(page, prose(page)))
+
+
+def test_keys_that_pages_name_exist():
+    key = re.compile(rf"(?<![\w/.])({'|'.join(RunConfig.model_fields)})\.([a-z_]+)\b(?![/\w.(])")
+    named = {match for page in pages() for match in key.findall(prose(page))}
+    keys = {(s, k) for s, ks in RUN_KEYS.items() for k in ks}
+    assert len(named) > 100
+    assert not {(s, k) for s, k in named - keys if k not in ("json", "jsonl", "md")}
+
+
+def test_the_architecture_page_shows_the_packages_and_their_sizes():
+    page = (ROOT / "docs/architecture.md").read_text()
+    shown = {name: int(size) for name, size in re.findall(r"^  (\w+)/ +(\d+)  ", page, re.M)}
+    folders = [init.parent for init in sorted((ROOT / "sppo").glob("*/__init__.py"))]
+    assert sorted(shown) == [folder.name for folder in folders]
+    for folder in folders:
+        lines = sum(len(file.read_bytes().splitlines()) for file in folder.rglob("*.py"))
+        assert abs(lines / 1000 - shown[folder.name]) < 1, folder
+
+
+def test_classes_that_the_architecture_page_names_are_in_the_linked_files():
+    page = ROOT / "docs/architecture.md"
+    named = re.findall(r"\[`([A-Z]\w+)`\]\(([^)]+)\)", prose(page))
+    assert len(named) > 5
+    for name, file in named:
+        assert f"\nclass {name}" in (page.parent / file).read_text(), name
 
 
 @pytest.fixture(scope="module")
