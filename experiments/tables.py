@@ -28,6 +28,13 @@ RESULTS = harness.ROOT / "docs/results"
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
+@cache
+def report(name: str) -> dict[str, Any]:
+    """Return the report ``docs/results/NAME.json``."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
 def peers() -> str:
     """Return tokens per second and device of one node: others measured, SPPO planned."""
     rows = []
@@ -99,13 +106,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "hybrids": lambda: models.markdown(report("planned_hybrids")["rows"]),
 }
 """Function that makes each table, by the name by which pages ask for it."""
-
-
-@cache
-def report(name: str) -> dict[str, Any]:
-    """Return the report ``docs/results/NAME.json``."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
 
 
 def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
