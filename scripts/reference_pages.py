@@ -26,13 +26,15 @@ from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import active_parameters, num_parameters
+from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS as MACHINES
 from sppo.output_file import write_text
 from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
-from sppo.units import SIZE_PATTERN, format_bytes, format_count
+from sppo.units import DURATION_PATTERN, SIZE_PATTERN, format_bytes, format_count
 
 RUN_FILE = Path(__file__).resolve().parents[1] / "docs/reference/run_file.md"
 _GENERATED = "<!-- Written by scripts/reference_pages.py from the code: change it there. -->\n\n"
+_UNITS = {SIZE_PATTERN: "size", DURATION_PATTERN: "duration"}
 _ROLE = re.compile(r":(?:class|func|meth|data|mod):`~?([^`]+)`")
 
 
@@ -48,7 +50,7 @@ def run_file_page() -> str:
         "command runs. `sppo config check` reports all mistakes at once, `sppo config schema` "
         "prints the JSON schema for editors.",
         "A key that is left out is decided by default, or, where the default is `auto`, by the "
-        "[solver](../planning.md#what-the-solver-decides).",
+        "[planner](../explanation/planner.md).",
     ]
     for section, entry in schema["properties"].items():
         name = _section_name(entry)
@@ -108,12 +110,12 @@ def _default(section: str, key: str, entry: Mapping[str, Any]) -> str:
 def _type(entry: Mapping[str, Any]) -> str:
     """Return the type of a key in words."""
     choices = entry.get("anyOf", [entry])
-    is_size = any(choice.get("pattern") == SIZE_PATTERN for choice in choices)
+    units = [_UNITS[choice["pattern"]] for choice in choices if choice.get("pattern") in _UNITS]
     words = []
     for choice in choices:
-        if is_size and choice.get("type") == "integer":
-            words.append("size")
-        elif choice.get("pattern") != SIZE_PATTERN:
+        if units and choice.get("type") in ("integer", "number"):
+            words += units
+        elif choice.get("pattern") not in _UNITS:
             words.append(_one_type(choice))
     return " or ".join(words)
 
@@ -226,12 +228,56 @@ def presets_page() -> str:
         _models_table(),
         "## Machines",
         "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
-        "those of vendors and others; rates that plans use, and their sources, stand in "
-        "[planning](../planning.md#rates-of-presets).",
+        "those of vendors and others.",
         _table(
             ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
             [_machine_row(spec) for spec in MACHINES.values()],
         ),
+        "### Rates",
+        "Rates of bf16 that plans use. Products and attention (forward / backward, on long "
+        "sequences, by head size) are in TFLOP/s of a device, the others in GB/s in one direction.",
+        _table(
+            ("preset", "products", "attention", "memory", "host", "in a node", "between nodes"),
+            [_rates_row(spec) for spec in MACHINES.values() if spec.device.kind == "cuda"],
+        ),
+        "### Sources",
+        _sources(),
+    )
+
+
+def _rates_row(spec: HardwareSpec) -> tuple[str, ...]:
+    device, node, network = spec.device, spec.node, spec.network
+    attention = ", ".join(
+        f"{row.head_size}: {row.forward_flops_per_s[-1] / 1e12:.0f} / "
+        f"{row.backward_flops_per_s[-1] / 1e12:.0f}"
+        for row in device.published_rows()
+    )
+    rates = (
+        device.memory_bytes_per_s,
+        node.d2h_bytes_per_s,
+        network.intra_node_bytes_per_s,
+        network.inter_node_bytes_per_s,
+    )
+    products = f"{device.bf16_flops_per_s * device.gemm_efficiency / 1e12:.0f}"
+    return (
+        f"`{spec.name}`",
+        products,
+        f"{device.attention_backend}, {attention}",
+        *(f"{rate / 1e9:g}" for rate in rates),
+    )
+
+
+def _sources() -> str:
+    """Return the sources of the rates of GPU presets as a list, presets with the same together."""
+    presets: dict[tuple[str, str], list[str]] = {}
+    for spec in MACHINES.values():
+        if spec.device.kind == "cuda":
+            attention = dict.fromkeys(row.source for row in spec.device.published_rows())
+            found = [*spec.sources.items(), *(("attention", source) for source in attention)]
+            for item in sorted(found):
+                presets.setdefault(item, []).append(f"`{spec.name}`")
+    return "\n".join(
+        f"- {figure} ({', '.join(names)}): {source}" for (figure, source), names in presets.items()
     )
 
 
@@ -251,7 +297,7 @@ def _models_table() -> str:
     return _table((*header, "positions"), rows)
 
 
-def _machine_row(spec: Any) -> tuple[str, ...]:
+def _machine_row(spec: HardwareSpec) -> tuple[str, ...]:
     device, node = spec.device, spec.node
     behind = (
         f"{format_bytes(node.host_memory_bytes)} of host memory"

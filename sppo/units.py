@@ -1,4 +1,4 @@
-"""Sizes as people write them: parsing and printing of ``32Ki`` tokens, ``2GiB``, ``4Mi``.
+"""Sizes and durations as people write them: ``32Ki`` tokens, ``2GiB``, ``4Mi``, ``90s``, ``15m``.
 
 Suffixes follow IEC 80000-13: ``Ki Mi Gi Ti`` are powers of 1024, ``k M G T`` powers of 1000.
 A trailing ``B`` is allowed and changes nothing.
@@ -31,6 +31,9 @@ _MULTIPLIERS = {
 }
 SIZE_PATTERN = r"^\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*(Ki|Mi|Gi|Ti|k|K|M|G|T|)B?\s*$"
 _SIZE = re.compile(SIZE_PATTERN, re.ASCII)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+DURATION_PATTERN = r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d|)\s*$"
+_DURATION = re.compile(DURATION_PATTERN, re.ASCII)
 _MOST_DIGITS = 40
 
 
@@ -49,6 +52,21 @@ def parse_size(text: object) -> int:
         raise ValueError(f"{quoted(text)} is not a size; write one such as 32Ki, 2GiB or 4096")
     number, suffix = match.groups()
     return _whole(Fraction(number.replace("_", "")) * _MULTIPLIERS[suffix], text)
+
+
+def parse_duration(text: object) -> float:
+    """Return the seconds in ``90s``, ``15m``, ``7.9h``, ``2000d`` or a plain number.
+
+    Raises:
+        ValueError: Text that is not a duration.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        return float(text)
+    match = _DURATION.match(text) if isinstance(text, str) and len(text) <= _MOST_DIGITS else None
+    if match is None:
+        raise ValueError(f"{quoted(text)} is not a duration; write one such as 90s, 15m or 50000h")
+    number, suffix = match.groups()
+    return float(number) * _SECONDS[suffix]
 
 
 def _whole(value: Fraction, text: object) -> int:

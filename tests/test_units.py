@@ -11,6 +11,7 @@ from sppo.units import (
     format_count,
     format_duration,
     format_tokens,
+    parse_duration,
     parse_size,
 )
 
@@ -34,6 +35,19 @@ from sppo.units import (
 )
 def test_sizes(text, value):
     assert parse_size(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("15m", 900), ("7.9h", 28440), (" 2 d", 172800), (5, 5)]
+)
+def test_durations(text, seconds):
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "1y", "-1h", "1h30m", True, None, "9" * 50])
+def test_what_is_no_duration(text):
+    with pytest.raises(ValueError, match="is not a duration; write one such as 90s"):
+        parse_duration(text)
 
 
 @pytest.mark.parametrize(

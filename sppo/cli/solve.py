@@ -11,14 +11,17 @@ import typer
 
 from sppo.api import find_solution, plan_of, planned_validation
 from sppo.cli.arguments import Json, Overrides, RunFile
-from sppo.cli.exit_codes import NO_PLAN, exit_codes
+from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import emit, print_json, working
 from sppo.cli.solution.corpus import CorpusAnswer
 from sppo.cli.solution.stream import StreamAnswer
 from sppo.config import RunConfig, load_run
+from sppo.hardware.faults import RESTART_S
 from sppo.output_file import check_output_files, write_json
+from sppo.parallel.job.exit_codes import NO_PLAN
 from sppo.planning.changes import Change, improvements
-from sppo.planning.corpus.search import CorpusSolution
+from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees
+from sppo.planning.effective_time import effective_time
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.planning.plan import plan_json
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -58,6 +61,15 @@ def solve(
             " lognormal-768.",
         ),
     ] = None,
+    restart_s: Annotated[
+        float,
+        typer.Option(
+            "--restart-s",
+            metavar="SECONDS",
+            min=0,
+            help="Seconds from a stop to the next step, for the effective training time.",
+        ),
+    ] = RESTART_S,
     json_output: Json = False,
 ) -> None:
     """Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.
@@ -90,18 +102,25 @@ def solve(
                 paying = improvements(solution)
         plan = str(output or "plan.json")
         train = shlex.join(["sppo", "train", str(run_file), *(overrides or []), "--plan", plan])
-        validation = _validation(run, solution)
-        answer = _kind_of(solution)(solution, (), train, output, paying, validation)
+        best = solution.best
+        assert best is not None, "find_solution raises if nothing fits"
+        effective = effective_time(
+            run,
+            hardware=solution.hardware,
+            num_devices=best.degrees.num_devices,
+            step_s=best.step_s,
+            restart_s=restart_s,
+        )
+        answer = _kind_of(solution)(
+            solution, (), train, output, paying, _validation(run, best), effective
+        )
         emit(answer.json, answer.screen, as_json=json_output)
 
 
-def _validation(run: RunConfig, solution: Solution | CorpusSolution) -> ValidationPlan | None:
+def _validation(run: RunConfig, best: EvaluatedCandidate | PlannedDegrees) -> ValidationPlan | None:
     """Return the plan of the run's validations on the layout of the best plan."""
-    best = solution.best
-    assert best is not None, "find_solution raises if nothing fits"
-    if isinstance(best, EvaluatedCandidate):
-        return planned_validation(run, best)
-    return planned_validation(run, best.longest, step_s=best.seconds / len(best.plans))
+    layout = best if isinstance(best, EvaluatedCandidate) else best.longest
+    return planned_validation(run, layout, step_s=best.step_s)
 
 
 def _kind_of(solution: Solution | CorpusSolution) -> type[StreamAnswer | CorpusAnswer]:

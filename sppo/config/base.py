@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from sppo.units import LARGEST_SIZE, SIZE_PATTERN, parse_size
+from sppo.units import DURATION_PATTERN, LARGEST_SIZE, SIZE_PATTERN, parse_duration, parse_size
 
 
 def _no_tilde(path: str) -> str:
@@ -91,6 +91,21 @@ Tokens = Annotated[
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _SIZE_TEXT]}),
 ]
 """Number of tokens, at least 1: ``32Ki``, ``4Mi`` or a plain number."""
+
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    Field(gt=0),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": DURATION_PATTERN},
+            ]
+        }
+    ),
+]
+"""Seconds: ``50000h``, ``2000d``, ``90s`` or a plain number."""
 
 LONGEST = "longest"
 """Word for the length of the longest document, which is put in its place before validation."""

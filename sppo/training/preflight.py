@@ -20,9 +20,8 @@ from sppo.config import RunConfig
 from sppo.cost.communicators import CommunicatorUse
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import SAVED_IN_BACKGROUND
-from sppo.cost.memory.state_memory import checkpoint_bytes
-from sppo.cost.trainable import parameter_counts, trainable_of_run
-from sppo.cost.workload import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
+from sppo.cost.memory.state_memory import checkpoint_bytes, whole_checkpoint_bytes
+from sppo.cost.trainable import trainable_of_run
 from sppo.data.run_tokens import open_sources
 from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.label_share import with_label_share
@@ -340,9 +339,7 @@ def check_first_checkpoint(run: RunConfig) -> None:
     if not (config.at_end or config.every or keeps_best) or list_checkpoints(directory):
         return
     disk = shutil.disk_usage(next(path for path in directory.absolute().parents if path.is_dir()))
-    moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
-    trained, _ = parameter_counts(run.model, trainable_of_run(run))
-    needed = (ACCUMULATION_BYTES + moments) * trained
+    needed = whole_checkpoint_bytes(run)
     if disk.total and needed > disk.free:  # /proc and the like have no space at all, nor files
         raise MemoryError(
             f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(disk.free)} are free "

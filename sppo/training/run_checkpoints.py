@@ -14,6 +14,7 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX, CheckpointManager, run_meta
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.checkpoint.newest import Checkpoint
 from sppo.data.tokens import TokenData
+from sppo.hardware.faults import mean_time_between_stops_s, saving_interval_s
 from sppo.training.job import Job
 from sppo.training.run_directory import require_output
 from sppo.training.starting_checkpoint import provenance
@@ -25,10 +26,6 @@ from sppo.training.weights.choice_biases import choice_bias_blocks
 
 _log = logging.getLogger(__name__)
 
-AUTOMATIC_S = 600.0
-"""Least seconds of training from one checkpoint to the next with ``checkpoint.every=auto``."""
-SAVING_SHARE = 0.05
-"""Largest share of the time that automatic checkpoints take; they are rarer if saving is slow."""
 SAVE_FILE = "save"
 """File in the output directory that asks a run to save after its current step."""
 _COMPARED = {
@@ -77,8 +74,13 @@ class RunCheckpoints:
             timeout_s=_TIMEOUT_FACTOR * run.parallel.timeout_s,
             export=export,
         )
-        self._saved_step, self._saved_at, self._saving_s = 0, time.monotonic(), 0.0
-        """Steps of the newest checkpoint, the time of its save, and how long saving took."""
+        self._saved_step, self._saved_at = 0, time.monotonic()
+        """Steps of the newest checkpoint, and the time of its save."""
+        self._saving_s: float | None = None
+        """Seconds of the newest save; None before the first one."""
+        self._between_stops_s = mean_time_between_stops_s(
+            run.hardware, num_devices=job.mesh.shape.num_ranks
+        )
         self._start: Mapping[str, Any] | None = None
         """Provenance of the checkpoint of another run that this run started from."""
 
@@ -169,7 +171,7 @@ class RunCheckpoints:
         if self._run.checkpoint.every != "auto" or step == self._saved_step:
             return False
         waited_s = time.monotonic() - self._saved_at
-        return waited_s >= max(AUTOMATIC_S, self._saving_s / SAVING_SHARE)
+        return waited_s >= saving_interval_s(self._saving_s, between_stops_s=self._between_stops_s)
 
     def is_asked_for(self, step: int) -> bool:
         """Return whether this rank finds the file that asks for a checkpoint."""

@@ -163,6 +163,7 @@ class StepLoop:
             action="",
             num_actions=len(self._schedule.programs[job.mesh.at.pipeline]),
         )
+        job.progress.reached("loaded")
         self._stopped_by: str | None = None
 
     def run(self, *, consumed: int) -> None:
@@ -187,6 +188,7 @@ class StepLoop:
                     metrics = self._step(step, stop)
                     outcome.done_steps = step + 1
                     self._records.record(metrics)
+                    self._job.progress.reached("first step")
                     self._validate_if_due(stop)
                     self._save_if(self._checkpoints.is_due_by_step(step + 1))
             except Interrupted:

@@ -305,8 +305,7 @@ def test_the_end_saves_unless_told_not_to(work):
 
 
 def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
-    monkeypatch.setattr(run_checkpoints, "AUTOMATIC_S", 0.0)
-    monkeypatch.setattr(run_checkpoints, "SAVING_SHARE", math.inf)
+    monkeypatch.setattr(run_checkpoints, "saving_interval_s", lambda *_, **__: 0.0)
     words = ("checkpoint.at_end=false", "checkpoint.keep=9")
     succeed("train", "run.yaml", *words)
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
@@ -314,9 +313,9 @@ def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
     again = succeed("train", "run.yaml", *words)
     assert "step 4/4" in again
     assert "step 3/4" not in again
-    monkeypatch.setattr(
-        run_checkpoints, "SAVING_SHARE", 1e-9
-    )  # the first save was too slow for more
+    monkeypatch.setattr(  # after the first save, further ones are not worth their time
+        run_checkpoints, "saving_interval_s", lambda save_s, **_: math.inf if save_s else 0.0
+    )
     succeed("train", "run.yaml", "train.output=slow", *words)
     assert [path.name for path in (work / "slow/checkpoints").iterdir()] == ["step_000001"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,7 @@ from sppo.cli.solution.explanation import explanation_json, explanation_screen
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.changes import Change
 from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees
+from sppo.planning.effective_time import EffectiveTime
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -56,6 +57,7 @@ class Answer(ABC, Generic[Way]):
         improvements: Changes of the request that would increase throughput, for an answer that also
             says where the seconds of the best step go; None for a short one.
         validation: Plan of the validations on the best layout; None if the run has none.
+        effective: Effective training time by the best plan; None if it is not known.
     """
 
     solution: Solution | CorpusSolution
@@ -64,6 +66,7 @@ class Answer(ABC, Generic[Way]):
     output: Path | None = None
     improvements: Sequence[Change] | None = None
     validation: ValidationPlan | None = None
+    effective: EffectiveTime | None = None
 
     @property
     def launch(self) -> tuple[str, ...]:
@@ -88,6 +91,7 @@ class Answer(ABC, Generic[Way]):
         }
         if ways:
             values["devices_left_over"] = self._left_over
+            values["effective_time"] = None if self.effective is None else asdict(self.effective)
             values["launch"] = list(self.launch)
             values["plan"] = None if self.output is None else str(self.output)
             values["improvements"] = None
@@ -113,6 +117,8 @@ class Answer(ABC, Generic[Way]):
         yield self._ways_table()
         yield from self._notes()
         yield from validation_line(self.validation)
+        if self.effective is not None:
+            yield f"effective training time: {self.effective.text()}"
         if left := self._left_over:
             yield (
                 f"{left} of {counted(self.solution.hardware.num_devices, 'device')} "
@@ -146,14 +152,12 @@ class Answer(ABC, Generic[Way]):
         headings = ["", "best", *(f"next {place}" for place in range(1, len(self.ways)))]
         return table(headings, rows)
 
-    def _speed_rows(
-        self, step_s: Callable[[Way], float], tokens_per_s: Callable[[Way], float]
-    ) -> Rows[Way]:
+    def _speed_rows(self, tokens_per_s: Callable[[Way], float]) -> Rows[Way]:
         """Return rows of the seconds of a step, and of the rate of all devices."""
-        best_s = step_s(self.ways[0])
+        best_s = self.ways[0].step_s
         return {
-            "step": lambda way: step_text(step_s(way)),
-            "against the best": lambda way: f"{step_s(way) / best_s:.3f}x",
+            "step": lambda way: step_text(way.step_s),
+            "against the best": lambda way: f"{way.step_s / best_s:.3f}x",
             "tokens/s a device": lambda way: f"{tokens_per_s(way) / way.degrees.num_devices:.4g}",
             "tokens/s in total": lambda way: format_count(tokens_per_s(way)),
         }

@@ -43,7 +43,7 @@ class CorpusAnswer(Answer[PlannedDegrees]):
             **way.degrees.by_name,
             "virtual_stages": way.longest.candidate.virtual_stages,
             "closed_form_step_s": way.closed_s / len(steps.lengths),
-            "step_s": way.seconds / len(steps.lengths),
+            "step_s": way.step_s,
             "tokens_per_s": rate,
             "tokens_per_s_per_gpu": rate / way.degrees.num_devices,
             "bubble_fraction": way.bubble_fraction,
@@ -126,7 +126,7 @@ class CorpusAnswer(Answer[PlannedDegrees]):
             "policy": lambda way: _each(one.effective_policy for one in candidates(way)),
         }
         yield {
-            **self._speed_rows(lambda way: way.seconds / count, lambda way: tokens / way.seconds),
+            **self._speed_rows(lambda way: tokens / way.seconds),
             "in closed form": lambda way: step_text(way.closed_s / count),
             "bubble": lambda way: f"{way.bubble_fraction:.1%}",
         }

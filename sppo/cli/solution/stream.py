@@ -124,7 +124,6 @@ class StreamAnswer(Answer[EvaluatedCandidate]):
         }
         step: Rows[EvaluatedCandidate] = {
             **self._speed_rows(
-                lambda o: o.step_s,
                 lambda o: predict(o).tokens_per_s_per_gpu * o.degrees.num_devices,
             ),
             "step time is": lambda o: "simulated",

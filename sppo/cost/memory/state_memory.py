@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.activations.placement import Counts
+from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate, of_ranks
 from sppo.cost.communicators import communicators_bytes
 from sppo.cost.memory.messages import sent_bytes
@@ -27,8 +28,8 @@ from sppo.cost.sharding.weight_parts import (
     same_weights_degree,
     streamed_weights,
 )
-from sppo.cost.trainable import trains_head
-from sppo.cost.workload import ACCUMULATION_BYTES
+from sppo.cost.trainable import parameter_counts, trainable_of_run, trains_head
+from sppo.cost.workload import ACCUMULATION_BYTES, ELEMENT_BYTES, NUM_MOMENTS
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 
@@ -95,6 +96,13 @@ def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
     """Return the bytes of a checkpoint from each rank: fp32 weights and both moments, [ranks]."""
     saved: Counts = _adamw_bytes(candidate, of_ranks(candidate, _saved_parameters(candidate)))
     return tuple(saved.tolist())
+
+
+def whole_checkpoint_bytes(run: RunConfig) -> int:
+    """Return the bytes of a whole checkpoint of a run: fp32 weights and both moments."""
+    moments = NUM_MOMENTS * ELEMENT_BYTES[run.optimizer.moments]
+    trained, _ = parameter_counts(run.model, trainable_of_run(run))
+    return (ACCUMULATION_BYTES + moments) * trained
 
 
 def _saved_parameters(candidate: Candidate) -> Table:

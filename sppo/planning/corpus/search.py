@@ -86,6 +86,11 @@ class PlannedDegrees:
         return sum(plan.step_s for plan in self.plans)
 
     @property
+    def step_s(self) -> float:
+        """Simulated seconds of a drawn step, on average."""
+        return self.seconds / len(self.plans)
+
+    @property
     def bubble_fraction(self) -> float:
         """Idle share of the pipeline ranks, over all drawn steps."""
         return sum(plan.bubble_fraction * plan.step_s for plan in self.plans) / self.seconds

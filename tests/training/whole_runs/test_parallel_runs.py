@@ -211,10 +211,8 @@ def test_training_is_that_of_one_rank(ranks, tmp_path, reference, name):
 
 def save_by_own_clock(rank, directory, arguments):
     """A rank of a run; by the clock of rank 0 alone a checkpoint is due before every step."""
-    with (
-        mock.patch.object(run_checkpoints, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
-        mock.patch.object(run_checkpoints, "SAVING_SHARE", math.inf),
-    ):
+    interval_s = 0.0 if rank == 0 else math.inf
+    with mock.patch.object(run_checkpoints, "saving_interval_s", return_value=interval_s):
         return train_as(rank, directory, arguments)
 
 
