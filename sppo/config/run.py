@@ -288,10 +288,6 @@ class TrainConfig(Section):
     """Response to a step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
     max_nonfinite_steps: int = Field(default=5, ge=0)
     """Number of consecutive steps with NaN or inf after which the run stops."""
-    watch: bool = True
-    """Whether every step is watched for values that a device computed or kept wrong: weights by a
-    checksum, gradients by figures that stand out, after which the step is computed again and a rank
-    that computes other figures ends the run."""
     restarts: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Most times that ``sppo train`` starts its ranks again, from the newest checkpoint, after one
     of them died, hung or failed; not after bad input, want of room, or a second failure at the same
@@ -300,6 +296,10 @@ class TrainConfig(Section):
     """Whether a run that finds fewer devices than its written degrees need goes on with those that
     are there, with degrees as ``sppo solve`` chooses them. A device that fails twice in a row at
     one step, or computes wrong values, is left out."""
+    watch: bool = True
+    """Whether every step is watched for values that a device computed or kept wrong: weights by a
+    checksum, gradients by figures that stand out, after which the step is computed again and a rank
+    that computes other figures ends the run."""
     norms_every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Number of steps from one record of the norms of weights and gradients, by kind of parameter,
     in ``metrics.jsonl`` to the next; 0 records none."""

@@ -3,7 +3,7 @@
 The launcher serves the store where the ranks meet, on a port chosen by the system, so that no other
 program can take the port in between. It computes nothing itself.
 
-``docs/decisions/launcher.md`` says why the agent of torch.distributed.elastic cannot replace this launcher.
+``docs/decisions/launcher.md`` says why the agent of torch.distributed.elastic cannot replace it.
 """
 
 from __future__ import annotations

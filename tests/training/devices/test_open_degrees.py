@@ -1,6 +1,7 @@
 """Degrees that a run file leaves out: chosen for the devices of the machine, or the ranks."""
 
 import json
+from math import prod
 
 import pytest
 import torch
@@ -78,6 +79,17 @@ def test_a_launcher_gives_the_number_of_ranks(gpus):
     assert chosen(open_run(**{NAMES[1]: 2}), place(local_ranks=2)) == {}
     cluster = sppo.solve(load_run(open_run(), {"hardware.devices_per_node": 2}))
     assert chosen(open_run(), place(local_ranks=2)) == degrees_of(cluster)
+
+
+def test_written_degrees_give_way_to_want_of_devices_if_the_run_may_shrink(gpus, monkeypatch):
+    written = open_run(**{NAMES[1]: 8})
+    assert chosen(written) == chosen(written, place(local_ranks=2)) == {}
+    run = load_run(written, {"train.shrink": True})
+    monkeypatch.setattr(devices, "answering_gpus", lambda count: (0, 2))
+    for found in (chosen(run), chosen(run, place(local_ranks=2))):
+        assert found.keys() == set(NAMES)
+        assert prod(found.values()) == 2
+    assert chosen(run, place(local_ranks=8)) == {}
 
 
 def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatch):
