@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments import harness, models
+from experiments import first_screen, harness, models
 from sppo.output_file import write_text
 from sppo.units import format_bytes
 
@@ -87,8 +87,20 @@ def ours_and_published() -> str:
     return markdown(headings, rows)
 
 
+def measured() -> str:
+    """Return steps and memory that were measured, beside predictions and other programs."""
+    rows = first_screen.rows(
+        gpu_128k=report("gpu_h100_128Ki"),
+        gpu_32k=report("gpu_h100"),
+        cpu=report("compare_cpu_growth"),
+    )
+    return markdown(first_screen.HEADINGS, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "peers": peers,
+    "lead": lambda: first_screen.lead(report("planned_peers")),
+    "measured": measured,
     "published": ours_and_published,
     "models": lambda: models.markdown(report("planned_models")["rows"]),
     "hybrids": lambda: models.markdown(report("planned_hybrids")["rows"]),
