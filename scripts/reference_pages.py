@@ -26,6 +26,7 @@ from sppo.config.model import ModelConfig
 from sppo.config.model.presets import PRESETS
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import active_parameters, num_parameters
+from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS as MACHINES
 from sppo.output_file import write_text
 from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
@@ -49,7 +50,7 @@ def run_file_page() -> str:
         "command runs. `sppo config check` reports all mistakes at once, `sppo config schema` "
         "prints the JSON schema for editors.",
         "A key that is left out is decided by default, or, where the default is `auto`, by the "
-        "[solver](../planning.md#what-the-solver-decides).",
+        "[planner](../explanation/planner.md).",
     ]
     for section, entry in schema["properties"].items():
         name = _section_name(entry)
@@ -227,12 +228,56 @@ def presets_page() -> str:
         _models_table(),
         "## Machines",
         "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
-        "those of vendors and others; rates that plans use, and their sources, stand in "
-        "[planning](../planning.md#rates-of-presets).",
+        "those of vendors and others.",
         _table(
             ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
             [_machine_row(spec) for spec in MACHINES.values()],
         ),
+        "### Rates",
+        "Rates of bf16 that plans use. Products and attention (forward / backward, on long "
+        "sequences, by head size) are in TFLOP/s of a device, the others in GB/s in one direction.",
+        _table(
+            ("preset", "products", "attention", "memory", "host", "in a node", "between nodes"),
+            [_rates_row(spec) for spec in MACHINES.values() if spec.device.kind == "cuda"],
+        ),
+        "### Sources",
+        _sources(),
+    )
+
+
+def _rates_row(spec: HardwareSpec) -> tuple[str, ...]:
+    device, node, network = spec.device, spec.node, spec.network
+    attention = ", ".join(
+        f"{row.head_size}: {row.forward_flops_per_s[-1] / 1e12:.0f} / "
+        f"{row.backward_flops_per_s[-1] / 1e12:.0f}"
+        for row in device.published_rows()
+    )
+    rates = (
+        device.memory_bytes_per_s,
+        node.d2h_bytes_per_s,
+        network.intra_node_bytes_per_s,
+        network.inter_node_bytes_per_s,
+    )
+    products = f"{device.bf16_flops_per_s * device.gemm_efficiency / 1e12:.0f}"
+    return (
+        f"`{spec.name}`",
+        products,
+        f"{device.attention_backend}, {attention}",
+        *(f"{rate / 1e9:g}" for rate in rates),
+    )
+
+
+def _sources() -> str:
+    """Return the sources of the rates of GPU presets as a list, presets with the same together."""
+    presets: dict[tuple[str, str], list[str]] = {}
+    for spec in MACHINES.values():
+        if spec.device.kind == "cuda":
+            attention = dict.fromkeys(row.source for row in spec.device.published_rows())
+            found = [*spec.sources.items(), *(("attention", source) for source in attention)]
+            for item in sorted(found):
+                presets.setdefault(item, []).append(f"`{spec.name}`")
+    return "\n".join(
+        f"- {figure} ({', '.join(names)}): {source}" for (figure, source), names in presets.items()
     )
 
 
@@ -252,7 +297,7 @@ def _models_table() -> str:
     return _table((*header, "positions"), rows)
 
 
-def _machine_row(spec: Any) -> tuple[str, ...]:
+def _machine_row(spec: HardwareSpec) -> tuple[str, ...]:
     device, node = spec.device, spec.node
     behind = (
         f"{format_bytes(node.host_memory_bytes)} of host memory"

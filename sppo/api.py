@@ -41,12 +41,12 @@ from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
 from sppo.training.input_checks import EvaluatedWeights
+from sppo.training.restarts import train_on_ranks
 from sppo.training.start import (
     ReadyRun,
     evaluating_job,
     prepare_evaluation,
     prepare_run,
-    start_ranks,
     train_as_rank,
 )
 from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
@@ -248,10 +248,10 @@ def train(
     """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
 
     Does the same as ``sppo train``. A run of one rank trains in this process; with degrees of
-    parallelism above 1, written or chosen for several GPUs, the call starts one process per rank on
-    this machine. In a program started by torchrun or srun, every process makes the call and is one
-    rank. Call this function in the main thread: on Ctrl-C or SIGTERM the current step is abandoned,
-    the state is saved, and the call returns.
+    parallelism above 1, written or chosen for several GPUs, or with ``train.restarts``, the call
+    starts one process per rank on this machine. In a program started by torchrun or srun, every
+    process makes the call and is one rank. Call this function in the main thread: on Ctrl-C or
+    SIGTERM the current step is abandoned, the state is saved, and the call returns.
 
     Args:
         run: Run configuration, or what :func:`sppo.load_run` reads.
@@ -282,7 +282,7 @@ def train(
         if plan is not None:
             write_json(plan_file, plan_json(plan))
             words += ["--plan", str(plan_file)]
-        code = start_ranks(ready, words)
+        code = train_on_ranks(ready, words, console=console)
     stopped = STOP_CODES.get(code)
     if code != 0 and stopped is None:
         raise RunFailedError(code)

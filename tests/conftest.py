@@ -41,6 +41,7 @@ from sppo.native_build import built
 from sppo.output_file import write_json
 from tests import tiers
 from tests.ranks import RankPool
+from tests.training.forked_sppo import ForkedSppo
 from tests.unpainted import unpainted
 
 if not torch.cuda.is_available():
@@ -228,3 +229,11 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def sppo() -> Iterator[ForkedSppo]:
+    """Run the command in forked children, with hooks that break it at an exact moment."""
+    command = ForkedSppo()
+    yield command
+    command.close()

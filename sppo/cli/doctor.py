@@ -19,10 +19,11 @@ from rich.text import Text
 
 from sppo import native_build
 from sppo.cli.arguments import Json
-from sppo.cli.exit_codes import FAULT, exit_codes
+from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import Screen, columns, emit
 from sppo.hardware import this_machine
 from sppo.kernels.native.machine_memory import check_room_for_libraries
+from sppo.parallel.job.exit_codes import FAULT
 from sppo.parallel.job.open_files import files_of_a_rank
 from sppo.quoting import quoted
 from sppo.units import GIB, MIB, counted, format_bytes

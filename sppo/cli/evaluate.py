@@ -85,7 +85,7 @@ def evaluate(
         weights = EvaluatedWeights(checkpoint, initial or model is not None)
         ready = prepare_evaluation(run, weights, console=Console(stderr=True, quiet=json_output))
         if ready.starts_ranks:
-            raise typer.Exit(start_ranks(ready, sys.argv[1:]))
+            raise typer.Exit(start_ranks(ready, sys.argv[1:]).exit_code)
         tell = told_in_tenths("sequence", Console(quiet=json_output or not ready.is_main))
         found = evaluate_as_rank(ready, weights, sequences=sequences, on_sequence=tell)
         if not ready.is_main:

@@ -12,23 +12,20 @@ from typing import NoReturn
 import typer
 
 from sppo.parallel.job.environment import is_started_rank
+from sppo.parallel.job.exit_codes import BAD_INPUT, CORRUPTED, FAULT, NO_PLAN, NO_ROOM
 from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.quoting import readable
 from sppo.report.lines import for_stderr
-from sppo.training.interruption import NonFiniteError
+from sppo.training.interruption import CorruptionError, NonFiniteError
 
-FAULT = 1
-"""Exit code of a failing disk, a lost rank, or a bug."""
-BAD_INPUT = 2
-NO_PLAN = 3
-NO_ROOM = 4
 MEANINGS = {
     0: "done",
     FAULT: "anything else: a lost rank, a disk that fails, a bug",
     BAD_INPUT: "bad configuration or input",
     NO_PLAN: "no feasible plan",
     NO_ROOM: "out of memory, disk, open files or processes",
+    CORRUPTED: "a device computed or kept wrong values",
     130: "stopped by SIGINT (Ctrl-C) with steps left",
     143: "stopped by SIGTERM with steps left",
 }
@@ -79,6 +76,8 @@ def exit_codes() -> Iterator[None]:
         fail(_with_notes(str(error), error), code=FAULT)
     except NonFiniteError as error:
         fail(str(error), code=FAULT)
+    except CorruptionError as error:
+        fail(str(error), code=CORRUPTED)
     except (RuntimeError, ImportError) as error:
         limit = _exhausted_limit(error)
         if limit is None:

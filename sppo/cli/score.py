@@ -75,7 +75,7 @@ def score(
         weights = EvaluatedWeights(checkpoint, initial or model is not None)
         ready = prepare_evaluation(run, weights, console=Console(stderr=True, quiet=json_output))
         if ready.starts_ranks:
-            raise typer.Exit(start_ranks(ready, sys.argv[1:]))
+            raise typer.Exit(start_ranks(ready, sys.argv[1:]).exit_code)
         file = whole_file(output) if ready.is_main else nullcontext()
         tell = told_in_tenths("document", Console(quiet=json_output or not ready.is_main))
         with file as opened, evaluating_job(ready, weights) as job:

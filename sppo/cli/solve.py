@@ -11,13 +11,14 @@ import typer
 
 from sppo.api import find_solution, plan_of, planned_validation
 from sppo.cli.arguments import Json, Overrides, RunFile
-from sppo.cli.exit_codes import NO_PLAN, exit_codes
+from sppo.cli.exit_codes import exit_codes
 from sppo.cli.printing import emit, print_json, working
 from sppo.cli.solution.corpus import CorpusAnswer
 from sppo.cli.solution.stream import StreamAnswer
 from sppo.config import RunConfig, load_run
 from sppo.hardware.faults import RESTART_S
 from sppo.output_file import check_output_files, write_json
+from sppo.parallel.job.exit_codes import NO_PLAN
 from sppo.planning.changes import Change, improvements
 from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees
 from sppo.planning.effective_time import effective_time

@@ -17,7 +17,8 @@ from sppo.cli.stop_signals import Stopped
 from sppo.config import load_run
 from sppo.parallel.job.signals import stopped_exit_code
 from sppo.planning.plan import read_plan
-from sppo.training.start import prepare_run, start_ranks, train_as_rank
+from sppo.training.restarts import train_on_ranks
+from sppo.training.start import prepare_run, train_as_rank
 
 _GOES_ON = ": the same command goes on from the newest checkpoint, or begins again"
 
@@ -51,7 +52,7 @@ def train(
         try:
             ready = prepare_run(run, chosen, console=console)
             if ready.starts_ranks:
-                raise typer.Exit(start_ranks(ready, sys.argv[1:]))
+                raise typer.Exit(train_on_ranks(ready, sys.argv[1:], console=console))
             environment = ready.environment
             is_ours = environment is None or environment.launcher == "sppo"
             command = shlex.join(["sppo", *sys.argv[1:]]) if is_ours else "the same command"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,13 @@ _IS_A_PLAN = (
     "--plan FILE; sppo simulate FILE shows the plan"
 )
 _WRITTEN = "an override is written section.key=value"
+_ALTERNATIVES = (
+    ("model.preset", "model.from_hf"),
+    ("data.tokens", "data.sources"),
+    ("train.steps", "train.epochs"),
+    ("train.sequences_per_step", "train.samples_per_step", "train.tokens_per_step"),
+)
+"""Keys of which a run has one: an override of one takes the place of another in the run file."""
 _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
 """Keys that are required of a model without preset and from_hf."""
 
@@ -105,12 +112,28 @@ def run_sections(run: RunConfig) -> dict[str, Any]:
 def apply_overrides(
     overrides: Sequence[str] | Mapping[str, Any], raw: dict[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    """Return a copy of `raw` with the overrides applied; faults are added to `problems`."""
+    """Return a copy of `raw` with the overrides applied; faults are added to `problems`.
+
+    An override takes the place of a key in `raw` that says the same in another way: with
+    ``model.preset=tiny`` the file's ``model.from_hf`` is left out.
+    """
     merged: dict[str, Any] = copy.deepcopy(raw)
+    given = list(_given(overrides, problems))
+    for path, value in given:
+        if value is not None:
+            _make_way(merged, path.strip())
+    for path, value in given:
+        _replace(merged, path, value, problems)
+    return merged
+
+
+def _given(
+    overrides: Sequence[str] | Mapping[str, Any], problems: list[Problem]
+) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each override; what is none is added to `problems`."""
     if isinstance(overrides, Mapping):
-        for path, value in overrides.items():
-            _replace(merged, path, _plain(value), problems)
-        return merged
+        yield from ((path, _plain(value)) for path, value in overrides.items())
+        return
     for word in overrides:
         path, equals, text = word.partition("=")
         if not equals or not all(path.strip().split(".")):
@@ -121,8 +144,16 @@ def apply_overrides(
         except ConfigError as error:
             problems.append(Problem(path, quoted(text), error.problems[0].rule))
             continue
-        _replace(merged, path, value, problems)
-    return merged
+        yield path, value
+
+
+def _make_way(target: dict[str, Any], path: str) -> None:
+    """Remove the alternatives of the key at ``a.b``."""
+    for keys in _ALTERNATIVES:
+        for other in keys if path in keys else ():
+            section, _, key = other.partition(".")
+            if other != path and isinstance(target.get(section), dict):
+                target[section].pop(key, None)
 
 
 def _plain(value: Any) -> Any:
@@ -231,13 +262,16 @@ def _longest(data: object, found: list[Problem]) -> int:
 def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:
     """Return the fields of a model section with ``preset`` or ``from_hf`` expanded.
 
-    Fields of the section take precedence.
+    Fields of the section take precedence. With both, the preset stands in until the directory is
+    there.
     """
     preset, directory = value.get("preset"), value.get("from_hf")
-    if preset is not None and directory is not None:
-        rule = "give either model.preset or model.from_hf, not both"
-        found.append(Problem("model.preset", quoted(preset), rule))
-        return None
+    if directory is not None and (preset is None or Path(str(directory)).is_dir()):
+        try:
+            return _overlay(model_fields(read_config(Path(str(directory)))), value)
+        except ValueError as error:
+            found.append(Problem("model.from_hf", quoted(directory), str(error)))
+            return None
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
             near = nearest(preset, PRESETS) if isinstance(preset, str) else ""
@@ -245,12 +279,6 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
             found.append(Problem("model.preset", quoted(preset), rule))
             return None
         return _overlay(PRESETS[preset], value)
-    if directory is not None:
-        try:
-            return _overlay(model_fields(read_config(Path(str(directory)))), value)
-        except ValueError as error:
-            found.append(Problem("model.from_hf", quoted(directory), str(error)))
-            return None
     if value.keys().isdisjoint(_SHAPE):
         rule = f"required: preset, or from_hf, or the fields {', '.join(_SHAPE)}"
         found.append(Problem("model", MISSING, rule))

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sppo.config.base import Section
+from sppo.config.other_names import words_about
 from sppo.config.run import RunConfig
 from sppo.quoting import QUOTE_CHARACTERS, one_line, quoted
 from sppo.units import counted
@@ -21,37 +22,6 @@ MISSING = "(missing)"
 """Text shown as the value of a key that was not given."""
 _NAME = "NAME"
 """What stands for the name or number of one of several sections, in paths of keys."""
-
-_ELSEWHERE = {
-    "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
-    "tensor_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=megatron",
-    "optimizer.offload": "state.optimizer=host",
-    **dict.fromkeys(("lora", "peft"), "the section adapter, with rank, alpha and targets"),
-    **dict.fromkeys(("freeze", "unfrozen"), "train.only, globs of the parameters that train"),
-}
-"""Names here of keys of other programs, by their first words, and of an earlier version, by path.
-"""
-_OF_ADAPTERS = {
-    **dict.fromkeys(("r", "rank"), "Here it is adapter.rank."),
-    "alpha": "Here it is adapter.alpha.",
-    **dict.fromkeys(("target", "target_modules", "target_linear"), "Here it is adapter.targets."),
-    **dict.fromkeys(("model_dir", "adapter_name_or_path"), "Here it is adapter.from_peft."),
-    **dict.fromkeys(("modules_to_save", "additional_target"), "Here it is adapter.also_train."),
-    "layers_to_transform": "Here it is adapter.layers.",
-    "use_rslora": "Here it is adapter.scaling=rank_stabilized.",
-    "dropout": "Adapters have no dropout: leave it out; a lower adapter.rank fits less.",
-    "use_dora": "Adapters are LoRA, not DoRA: leave it out.",
-    "init_lora_weights": "A starts at random and B at 0: leave it out, or give adapter.from_peft.",
-    "bias": "Biases stay frozen: leave it out.",
-    **dict.fromkeys(
-        ("rank_pattern", "alpha_pattern"), "All targets have one rank and one alpha: leave it out."
-    ),
-    **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit", "quantization_bit"),
-        "The base is not quantized: leave it out; state.weights=host takes it off the device.",
-    ),
-}
-"""Words about keys of adapters in other programs, without the ``lora_`` in front of some."""
 
 _NO_SUCH_KEY = ("extra_forbidden", "invalid_key")
 _UNREADABLE = ("int_parsing", "float_parsing", "bool_parsing")
@@ -203,14 +173,9 @@ def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
     *within, key = names
     path, named = ".".join(names), ".".join([*within[:-1], _NAME])
     known = keys[named if named in keys else ".".join(within)]
-    here = next(
-        (here for told, here in _ELSEWHERE.items() if key.startswith(told) or path == told), None
-    )
-    of_adapters = key.removeprefix("peft_").removeprefix("lora_")
-    if of_adapters in _OF_ADAPTERS and (within == ["adapter"] or of_adapters != key):
-        hint = f" {_OF_ADAPTERS[of_adapters]}"
-    elif here is not None:
-        hint = f" Here it is {here}."
+    elsewhere = words_about(path) if keys is RUN_KEYS else ""
+    if elsewhere:
+        hint = f" {elsewhere}"
     elif keys is RUN_KEYS and key in KEY_PATHS:
         hint = f" Did you mean {' or '.join(KEY_PATHS[key])}?"
     else:

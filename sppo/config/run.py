@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -177,6 +178,11 @@ class ParallelConfig(Section):
         """Names of the degrees that are not written, which the solver chooses."""
         return tuple(name for name in DEGREES if name not in self.model_fields_set)
 
+    @property
+    def written_ranks(self) -> int:
+        """Number of ranks of the written degrees, where those that are not written are 1."""
+        return prod(getattr(self, name) for name in DEGREES)
+
 
 class ActivationsConfig(Section):
     """Placement of saved activations between forward and backward."""
@@ -282,6 +288,18 @@ class TrainConfig(Section):
     """Response to a step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
     max_nonfinite_steps: int = Field(default=5, ge=0)
     """Number of consecutive steps with NaN or inf after which the run stops."""
+    restarts: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """Most times that ``sppo train`` starts its ranks again, from the newest checkpoint, after one
+    of them died, hung or failed; not after bad input, want of room, or a second failure at the same
+    step. torchrun and srun have means of their own."""
+    shrink: bool = False
+    """Whether a run that finds fewer devices than its written degrees need goes on with those that
+    are there, with degrees as ``sppo solve`` chooses them. A device that fails twice in a row at
+    one step, or computes wrong values, is left out."""
+    watch: bool = True
+    """Whether every step is watched for values that a device computed or kept wrong: weights by a
+    checksum, gradients by figures that stand out, after which the step is computed again and a rank
+    that computes other figures ends the run."""
     norms_every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Number of steps from one record of the norms of weights and gradients, by kind of parameter,
     in ``metrics.jsonl`` to the next; 0 records none."""
@@ -352,8 +370,8 @@ class HardwareConfig(Section):
     file. Plans fill up to 0.85 of it, and training up to 0.85 of the host memory that is free."""
     attention: Literal["auto", "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4"] = "auto"
     """Attention back end whose published rates (bf16) plans on a preset use; auto: the preset's
-    default, see docs/planning.md, or what this machine runs if the plan is made when the run
-    starts. A run chooses its own back end; one that falls back from the plan's is refused."""
+    default, or what this machine runs if the plan is made when the run starts. A run chooses its
+    own back end; one that falls back from the plan's is refused."""
     margin: Annotated[float, Field(ge=0.0, le=_MOST_MARGIN)] = DEFAULT_MARGIN
     """Fraction of a device's memory that plans leave free."""
     mean_time_to_failure: Duration | None = None
@@ -406,6 +424,14 @@ class RunConfig(Section):
             changed = sections.get(section, getattr(self, section))
             sections[section] = changed.model_copy(update={key: value})
         return self.model_copy(update=sections)
+
+    def with_open_degrees(self) -> RunConfig:
+        """Return the run without its written degrees, so that the solver chooses all of them."""
+        kept = {name: getattr(self.parallel, name) for name in self.parallel.model_fields_set}
+        parallel = ParallelConfig.model_construct(
+            **{name: value for name, value in kept.items() if name not in DEGREES}
+        )
+        return self.model_copy(update={"parallel": parallel})
 
     @property
     def evaluated_sets(self) -> dict[str, ValidationSet]:

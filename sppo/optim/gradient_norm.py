@@ -33,6 +33,32 @@ def global_norm(
     return norm
 
 
+def largest_elements(
+    gradients: Mapping[str, Tensor], *, after_each: Callable[[], None] | None = None
+) -> dict[str, float]:
+    """Return the largest magnitude of each gradient, by global name; waits for the device once.
+
+    Args:
+        gradients: Gradients by global name, none of them empty.
+        after_each: Called after each gradient has been read.
+    """
+    found = []
+    for gradient in gradients.values():
+        least, most = gradient.aminmax()
+        found.append(torch.maximum(-least, most))
+        if after_each is not None:
+            after_each()
+    values = torch.stack(found).tolist() if found else []
+    return dict(zip(gradients, values, strict=True))
+
+
+def second_largest(gradient: Tensor) -> float:
+    """Return the second largest magnitude of a gradient; 0 if it has one element."""
+    parts = gradient.reshape(-1).split(_DEVICE_CHUNK)
+    tops = torch.cat([part.abs().topk(min(2, part.numel())).values for part in parts])
+    return float(tops.sort(descending=True).values[1:].max()) if tops.numel() > 1 else 0.0
+
+
 def clip_factor(norm: float, *, clip_norm: float) -> float:
     """Return the factor of :func:`clip_` for a norm that is known on the host."""
     return min(1.0, clip_norm / (norm + _EPS)) if clip_norm else 1.0

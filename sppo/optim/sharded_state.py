@@ -62,6 +62,7 @@ class ShardedState:
             the same weights, 2 also the gradients, 3 also the weights.
         trainable: Factors of adapters, and which parameters train.
         bucket_bytes: Size in fp32 of a bucket of gradients that are reduced together.
+        notes_added: Whether each step notes :attr:`added_norms`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ShardedState:
         zero: int,
         trainable: Trainable = EVERYTHING,
         bucket_bytes: int = REDUCE_BUCKET_BYTES,
+        notes_added: bool = False,
     ) -> None:
         self._mesh, self._device, self._zero = mesh, device, zero
         self._held = RankParameters(model, mesh=mesh, pipeline=pipeline, trainable=trainable)
@@ -83,6 +85,10 @@ class ShardedState:
         """Keys of the rows of each stage of this rank, by stage."""
         self._whole_shapes = trainable.parameter_shapes(model)
         self._trained_kinds = dict.fromkeys(map(parameter_kind, trainable.trained_shapes(model)))
+        self._notes_added = notes_added
+        self.added_norms: dict[str, Tensor] = {}
+        """Norms of what this rank added to gradients in a step, before they are reduced over ranks,
+        0-d, by key of the row; reduced after each use, they are added up."""
         self._buckets = {
             kind: RowBuckets(
                 mesh.groups.replicas.get(kind),
@@ -198,7 +204,8 @@ class ShardedState:
         """
         groups = self._by_row(self._mesh.groups.replicas) if self._zero >= 2 else {}
         if groups:
-            return ShardedGradients(PartRows(gradients, self._held.layouts, groups))
+            note = self._note_added if self._notes_added else None
+            return ShardedGradients(PartRows(gradients, self._held.layouts, groups), note=note)
         return GradientProvider(
             self.named(gradients),
             reduce=lambda stage: self._begin_reduction(stage, gradients),
@@ -222,7 +229,14 @@ class ShardedState:
         for key in self.keys_of_stages[stage]:
             is_earlier = stage != first and key in self.keys_of_stages[first]
             if key in self._held.trained and not is_earlier:
+                if self._notes_added:
+                    self._note_added(key, gradients[key])
                 self._buckets[self._held.kinds[key]].reduce(gradients[key])
+
+    def _note_added(self, key: str, row: Tensor) -> None:
+        """Add the norm of what this rank adds to a row of gradients to :attr:`added_norms`."""
+        norm, before = torch.linalg.vector_norm(row), self.added_norms.get(key)
+        self.added_norms[key] = norm if before is None else before + norm
 
     def _end_reductions(self) -> None:
         """Wait for all started reductions."""

@@ -1,4 +1,4 @@
-"""Ends of a run before its last step: a request to stop, and values that are not finite.
+"""Ends of a run before its last step: a request to stop, and values not finite or corrupted.
 
 SIGTERM and SIGINT are such requests: the run saves its state, then exits.
 """
@@ -16,6 +16,10 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
 
 class NonFiniteError(RuntimeError):
     """Training stopped because losses, gradients or the state were not finite."""
+
+
+class CorruptionError(RuntimeError):
+    """The device of this rank computed or kept wrong values."""
 
 
 class StopRequest:

@@ -58,10 +58,17 @@ class Job:
     """Number of ranks on this machine, which share its memory and its disks."""
 
     @classmethod
-    def alone(cls, run: RunConfig, *, device: Device, console: Console) -> Job:
+    def alone(
+        cls,
+        run: RunConfig,
+        *,
+        device: Device,
+        console: Console,
+        progress: RankProgress | None = None,
+    ) -> Job:
         """Return the job of a process that trains alone."""
         mesh = alone()
-        progress = RankProgress(None)
+        progress = progress or RankProgress(None)
         return cls(run, device, console, mesh, HostCollectives(mesh.groups.world), progress)
 
     @property
@@ -108,7 +115,7 @@ def joined(
         shape.check(1 if environment is None else environment.world_size)
         device.begin(environment)
         if environment is None or shape.num_ranks == 1:
-            yield Job.alone(run, device=device, console=console)
+            yield Job.alone(run, device=device, console=console, progress=progress)
             return
         allow_connections(shape.num_ranks)
         mesh = _connected(run, environment, shape=shape, device=device)

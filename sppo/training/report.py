@@ -19,7 +19,7 @@ from sppo.data.mixture import Mixture, mixture_of
 from sppo.data.sample_rows import TrainingData
 from sppo.offload.copy_report import CopyReport
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.planning.plan import ExecutionPlan
+from sppo.planning.plan import ExecutionPlan, read_plan
 from sppo.plots.chrome_trace import write_trace
 from sppo.plots.experts import experts_plot
 from sppo.plots.loss import loss_plot
@@ -45,13 +45,14 @@ from sppo.training.records.outcome import TrainingOutcome, predicted_and_measure
 from sppo.training.run_directory import (
     EXPERTS_PLOT,
     LOSS_PLOT,
+    PLAN_FILE,
     POSITIONS_PLOT,
     RESULT_FILES,
     SUMMARY_FILE,
     TIMELINE_PLOT,
     TIMELINE_TRACE,
 )
-from sppo.units import counted, format_bytes, format_count, format_tokens
+from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
 Writer = Callable[[Path], None]
 """Function that writes a file."""
@@ -67,7 +68,7 @@ def announce(checked: CheckedRun) -> None:
     """Print the model, the data, the cuts, the parallelism and the predicted memory of a run."""
     run, plan, data = checked.job.run, checked.plan, checked.data
     say = partial(print_titled, console=checked.job.console)
-    name = run.model.preset or run.model.from_hf or "model"
+    name = run.model.from_hf or run.model.preset or "model"
     say(
         "model",
         f"{name}: {counts_text(run)}, {run.train.dtype} on "
@@ -93,6 +94,8 @@ def announce(checked: CheckedRun) -> None:
         say("cut", _cut(run, plan.lengths))
     if parallelism := str(MeshShape.of(run.parallel)):
         say("parallel", f"{parallelism}; schedule {plan.schedule}")
+    if changed := _other_ranks(Path(run.train.output) / PLAN_FILE, plan):
+        say("ranks", changed)
     of_longest = "of the longest samples alone " if run.data.samples == "documents" else ""
     memory = plan.stages[0].memory.device
     say(
@@ -112,6 +115,21 @@ def announce(checked: CheckedRun) -> None:
         say("validate", checked.validation.plan.text())
     say("output", run.train.output)
     say("attention", attention_text(checked.attention))
+
+
+def _other_ranks(file: Path, plan: ExecutionPlan) -> str | None:
+    """Return the predicted step time beside that of the plan in a file, if that has other ranks."""
+    try:
+        before = read_plan(file)
+    except (ValueError, OSError):  # none, or one of another version
+        return None
+    (ranks, now), (ranks_before, then) = (
+        (one.candidate().num_devices, format_duration(one.predicted.step_s))
+        for one in (plan, before)
+    )
+    if ranks == ranks_before:
+        return None
+    return f"a step is predicted to take {now} on {ranks}; it was {then} on {ranks_before}"
 
 
 def _epoch(run: RunConfig, data: TrainingData) -> str:

@@ -19,7 +19,7 @@ from sppo.training.job import Job
 from sppo.training.run_directory import require_output
 from sppo.training.starting_checkpoint import provenance
 from sppo.training.state import TrainingState
-from sppo.training.step import first_of, nonfinite_names
+from sppo.training.watch.nonfinite import first_of, nonfinite_names
 from sppo.training.weights.adapter_export import adapter_export
 from sppo.training.weights.base_weights import base_of
 from sppo.training.weights.choice_biases import choice_bias_blocks

@@ -26,6 +26,7 @@ from sppo.report.tracking.trackers import TENSORBOARD_DIRECTORY
 from sppo.report.validation import VALIDATION_FILE
 
 PLAN_FILE = "plan.json"
+FAILURES_FILE = "failures.jsonl"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PLOT, POSITIONS_PLOT, EXPERTS_PLOT = "loss.png", "loss_by_position.png", "experts.png"
 TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"
@@ -41,9 +42,10 @@ RESULT_FILES = (
     TIMELINE_TRACE,
 )
 """Files that a run writes beside its checkpoints, in the order in which the report names them."""
-_FILES = (CONFIG_FILE, PLAN_FILE, TRACK_FILE, *RESULT_FILES)
-_PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
-"""Prefix of the names of unfinished configuration files, left by a run killed at its start."""
+_FILES = (CONFIG_FILE, PLAN_FILE, TRACK_FILE, FAILURES_FILE, *RESULT_FILES)
+_BEFORE_CONFIG = (_LOCK_FILE, FAILURES_FILE, f"{CONFIG_FILE}{PARTIAL}")
+"""Beginnings of the names of files that a run leaves if it fails before it has written its
+configuration."""
 
 _MAY_CHANGE = frozenset(
     {
@@ -60,6 +62,8 @@ _MAY_CHANGE = frozenset(
             "train.tensorboard",
             "train.nonfinite",
             "train.max_nonfinite_steps",
+            "train.restarts",
+            "train.shrink",
         ),
         *("train.norms_every", "train.output"),
     }
@@ -108,7 +112,7 @@ def _check_places(output: Path) -> None:
 
 
 def _is_foreign(entry: Path) -> bool:
-    return entry.name != _LOCK_FILE and not entry.name.startswith(_PARTIAL_CONFIG)
+    return not entry.name.startswith(_BEFORE_CONFIG)
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -25,9 +25,11 @@ from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.environment import (
     RankEnvironment,
     rank_environment,
+    seeing_devices,
     torch_kept_quiet,
     with_module_path,
 )
+from sppo.parallel.job.job_end import JobEnd
 from sppo.parallel.job.launch import run_ranks
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.mesh_shape import MeshShape
@@ -37,6 +39,7 @@ from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
 from sppo.training.input_checks import EvaluatedWeights, check_evaluation, check_inputs
 from sppo.training.interruption import StopRequest
+from sppo.units import counted
 
 if TYPE_CHECKING:
     from sppo.training.job import Job
@@ -47,15 +50,26 @@ if TYPE_CHECKING:
 class ReadyRun:
     """Run whose inputs were checked and that may be started."""
 
-    run: RunConfig
-    """Run configuration with the degrees of the plan."""
+    asked: RunConfig
+    """Run configuration with the degrees of the plan, or those that are written."""
     plan: ExecutionPlan | None
     """Plan to follow; None if the plan is made at the start."""
     environment: RankEnvironment | None
     """Place of this process among the ranks; None if the process trains alone or starts the ranks.
     """
     chosen: Mapping[str, int] = field(default_factory=dict)
-    """Degrees that were chosen because the run leaves them out, by name."""
+    """Degrees that were chosen because the run leaves them out, or for want of devices, by name."""
+    devices: tuple[int, ...] = ()
+    """Devices of the ranks that this process starts, by number on this machine; there may be more.
+    """
+    restarts: int = 0
+    """Most times that the ranks are started again after a fault. Above 0, a single rank, too, is a
+    process of its own."""
+
+    @property
+    def run(self) -> RunConfig:
+        """Run configuration with the chosen degrees."""
+        return self.asked.with_values({f"parallel.{key}": n for key, n in self.chosen.items()})
 
     @property
     def is_main(self) -> bool:
@@ -65,7 +79,8 @@ class ReadyRun:
     @property
     def starts_ranks(self) -> bool:
         """True if this process starts the ranks instead of training itself."""
-        return self.environment is None and MeshShape.of(self.run.parallel).num_ranks > 1
+        num_ranks = MeshShape.of(self.run.parallel).num_ranks
+        return self.environment is None and (num_ranks > 1 or self.restarts > 0)
 
 
 def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console) -> ReadyRun:
@@ -98,50 +113,96 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
     else:
         console = Console(quiet=True)
     if epochs is not None:
-        counted = f"{epochs:g} of {', '.join(run.data.directories.values())}"
-        print_titled("epochs", f"{counted}: {run.train.steps} steps", console)
-    chosen = {} if plan is not None else _chosen_degrees(run, environment, console=console)
-    return _ready(run, plan, environment, chosen, console=console)
+        passes = f"{epochs:g} of {', '.join(run.data.directories.values())}"
+        print_titled("epochs", f"{passes}: {run.train.steps} steps", console)
+    if plan is not None and run.train.shrink:
+        raise ValueError(
+            "train.shrink=true plans again for fewer devices, and --plan keeps to one plan: leave "
+            "one of them out"
+        )
+    return on_devices(ReadyRun(run, plan, environment, restarts=run.train.restarts), console)
 
 
-def _ready(
-    run: RunConfig,
-    plan: ExecutionPlan | None,
-    environment: RankEnvironment | None,
-    chosen: Mapping[str, int],
-    *,
+def on_devices(
+    ready: ReadyRun,
     console: Console,
+    *,
+    left_out: Set[int] = frozenset(),
+    like: RunConfig | None = None,
 ) -> ReadyRun:
-    """Return a run with its chosen degrees, and announce the start of its ranks."""
-    run = run.with_values({f"parallel.{key}": value for key, value in chosen.items()})
-    ready = ReadyRun(run, plan, environment, chosen)
-    shape = MeshShape.of(run.parallel)
+    """Return a run with the devices that are here, and the degrees that they leave to choose.
+
+    Announces chosen degrees and the start of ranks.
+
+    Args:
+        ready: Run whose inputs were checked; degrees that were chosen before are chosen again.
+        console: Console for the announcements.
+        left_out: Devices of this machine that are not used, by number.
+        like: Run to choose degrees for, if the run itself is not trained.
+
+    Raises:
+        ValueError: No device is left, or the run asks for something that the machine cannot do.
+        MemoryError: There is too little memory even for the libraries.
+    """
+    asked, environment = like or ready.asked, ready.environment
+    devices = _devices(asked, environment, left_out)
+    chosen: Mapping[str, int] = {}
+    if ready.plan is None:
+        chosen = _chosen_degrees(asked, environment, ranks=len(devices), console=console)
+    ready = replace(ready, chosen=chosen, devices=devices)
+    shape = MeshShape.of(ready.run.parallel)
     check_room_for_libraries(processes=1 + shape.num_ranks if ready.starts_ranks else 1)
     if ready.starts_ranks:
-        where = f"{shape.num_ranks} ranks on this machine ({shape})"
+        where = f"{counted(shape.num_ranks, 'rank')} on this machine"
+        where += f" ({shape})" if shape.num_ranks > 1 else ""
         print_titled("start", f"{where}: torch is loaded and the run is checked first", console)
     return ready
 
 
+def _devices(
+    run: RunConfig, environment: RankEnvironment | None, left_out: Set[int]
+) -> tuple[int, ...]:
+    """Return the devices for ranks of this machine by number, or of the job that was started.
+
+    They need not be looked for if the run neither leaves degrees out nor shrinks, or on a CPU,
+    which has room for all ranks.
+    """
+    if environment is not None:
+        return tuple(range(environment.world_size))
+    found = tuple(range(run.parallel.written_ranks))
+    if (run.parallel.open_degrees or run.train.shrink) and find_gpus() is not None:
+        check_room_for_libraries()
+        with torch_kept_quiet(os.environ):
+            from sppo.training.devices.device import devices_here
+        found = devices_here(run)
+    devices = tuple(number for number in found if number not in left_out)
+    if not devices:
+        raise ValueError("no device of this machine answers, or is left to go on with")
+    return devices
+
+
 def _chosen_degrees(
-    run: RunConfig, environment: RankEnvironment | None, *, console: Console
+    run: RunConfig, environment: RankEnvironment | None, *, ranks: int, console: Console
 ) -> Mapping[str, int]:
-    """Return the degrees that a run leaves out, by name; {} if there is nothing to choose."""
-    if not run.parallel.open_degrees or (environment is None and find_gpus() is None):
+    """Return the degrees to choose for a number of ranks, by name; {} if the written ones hold.
+
+    These are the degrees that the run leaves out, or all if it needs more ranks and may shrink.
+    """
+    needed, whose = run.parallel.written_ranks, "those you write are kept"
+    if run.train.shrink and ranks < needed:
+        run, whose = run.with_open_degrees(), f"those you write need {needed} (train.shrink)"
+    elif not run.parallel.open_degrees or needed >= ranks:
         return {}
     check_room_for_libraries()
     with torch_kept_quiet(os.environ):
-        from sppo.training.devices.device import chosen_degrees, ranks_to_divide
-    ranks = ranks_to_divide(run, environment)
-    if not ranks:
-        return {}
+        from sppo.training.devices.device import chosen_degrees
     if run.data.samples == "documents":
         how = "as sppo solve does: this may take minutes"
         print_titled("degrees", f"planning drawn steps for {ranks} devices, {how}", console)
     chosen = chosen_degrees(run, environment, ranks=ranks)
     degrees = MeshShape.of(run.parallel.model_copy(update=chosen))
-    whose = f"chosen for {ranks} devices; those you write are kept"
-    print_titled("degrees", f"{str(degrees) or 'all 1'}, {whose}", console)
+    where = f"chosen for {counted(ranks, 'device')}; {whose}"
+    print_titled("degrees", f"{str(degrees) or 'all 1'}, {where}", console)
     return chosen
 
 
@@ -167,19 +228,17 @@ def prepare_evaluation(run: RunConfig, weights: EvaluatedWeights, *, console: Co
     else:
         console = Console(quiet=True)
     longest = run_of_longest_samples(run).with_values({"data.samples": "stream"})
-    chosen = _chosen_degrees(longest, environment, console=console)
-    return _ready(run, None, environment, chosen, console=console)
+    return on_devices(ReadyRun(run, None, environment), console, like=longest)
 
 
-def start_ranks(ready: ReadyRun, words: list[str]) -> int:
-    """Run the ``sppo`` command once for every rank; rank 0 checks the run, and prints.
+def start_ranks(ready: ReadyRun, words: Sequence[str]) -> JobEnd:
+    """Run the ``sppo`` command once for every rank, and report a failure.
+
+    Rank 0 checks the run, and prints.
 
     Args:
         ready: Run to start.
         words: Arguments of the command.
-
-    Returns:
-        Exit code of :func:`sppo.parallel.job.launch.run_ranks`.
 
     Raises:
         ValueError: This machine has fewer GPUs than ranks.
@@ -188,18 +247,22 @@ def start_ranks(ready: ReadyRun, words: list[str]) -> int:
     with torch_kept_quiet(os.environ):
         from sppo.training.devices.device import check_devices
 
-    num_ranks = MeshShape.of(ready.run.parallel).num_ranks
+    num_ranks, environ = MeshShape.of(ready.run.parallel).num_ranks, with_module_path(os.environ)
+    if ready.run.train.shrink:
+        environ = seeing_devices(environ, ready.devices[:num_ranks])
     check_devices(ready.run, local_ranks=num_ranks)
     allow_connections(num_ranks)
-    return run_ranks(
+    end = run_ranks(
         [
             *(sys.executable, "-P", "-m", "sppo", *words),
             *(f"parallel.{name}={degree}" for name, degree in ready.chosen.items()),
         ],
         num_ranks=num_ranks,
-        environ=with_module_path(os.environ),
+        environ=environ,
         threads_per_rank=max(1, count_cores() // num_ranks),
     )
+    end.tell()
+    return end
 
 
 def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> TrainingOutcome:
@@ -233,7 +296,9 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
     ):
         if environment is not None and environment.launcher != "sppo":
             job.peers.decided_by_main(lambda: check_inputs(run))
+        job.progress.reached("started")
         checked = preflight(job, ready.plan)
+        job.progress.reached("planned")
         announce(checked)
         outcome = train_run(checked)
         if ready.is_main:

@@ -26,7 +26,7 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.lane import Lane
 from sppo.offload.state_memory import DiskMemory, StateMemory
 from sppo.optim.adamw import AdamW
-from sppo.optim.gradient_norm import clip_
+from sppo.optim.gradient_norm import clip_, largest_elements
 from sppo.optim.host_adamw import HostAdamW, OptimizerRows
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives
@@ -66,6 +66,7 @@ class TrainingState:
 
     def zero_gradients(self) -> None:
         """Zero the gradients on the device; those in another tier are overwritten by the step."""
+        self.sharded.added_norms.clear()
         if self.gradients and not self.tiers.streams_gradients:
             torch._foreach_zero_(list(self.gradients.values()))
 
@@ -87,6 +88,10 @@ class TrainingState:
     def norm(self, peers: HostCollectives) -> Tensor:
         """Return the Euclidean norm of the gradients of all ranks."""
         return self.sharded.norm(self.gradients, peers, after_each=self._after_each)
+
+    def largest_elements(self, own: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the largest magnitude of each gradient of what this rank updates, by name."""
+        return largest_elements(own, after_each=self._after_each)
 
     def norms_by_kind(self, peers: HostCollectives) -> dict[str, dict[str, float]]:
         """Return the norms of fp32 weights and of gradients by kind of parameter. Collective."""
@@ -187,6 +192,7 @@ def build_state(job: Job, plan: ExecutionPlan, *, start: Checkpoint | None = Non
         device=place,
         zero=run.parallel.zero,
         trainable=plan.trainable,
+        notes_added=run.train.watch,
     )
     with ExitStack() as on_failure:
         memory, lane = state_tier(job, tiers)

@@ -10,12 +10,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sppo.config import RunConfig
 from sppo.cost.flops import ignored_flops, step_flops
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.stages.executed_flops import executed_flops
@@ -27,23 +27,16 @@ from sppo.engine.trace import Trace
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.optim.gradient_norm import clip_factor
-from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.peer_errors import LATE, PeerLostError
 from sppo.parallel.job.timeouts import stall_timeout
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import Action
-from sppo.training.interruption import NonFiniteError
 from sppo.training.job import Job
 from sppo.training.state import TrainingState
+from sppo.training.watch.computed import Computed, StepSums
+from sppo.training.watch.corruption import Watch
 from sppo.training.weights.choice_biases import balance_
-
-START_ANEW = (
-    "earlier checkpoints are untouched: start anew in another train.output with a lower "
-    "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
-)
-"""Advice where a run ends as its loss or its state is not finite."""
-_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,20 +165,6 @@ class SequenceSteps(StepSource):
 
 
 @dataclass(frozen=True, slots=True)
-class StepSums:
-    """Loss and gradients of a step, reduced over all ranks, from which its update is decided."""
-
-    num_valid: int
-    """Number of valid labels of all replicas."""
-    loss: float
-    """Mean loss over these labels; NaN if there is none."""
-    norm: float
-    """Euclidean norm of the gradients of all ranks."""
-    gradients: Mapping[str, Tensor]
-    """Gradients of what this rank updates, by global name."""
-
-
-@dataclass(frozen=True, slots=True)
 class DoneStep:
     """Results and times of one step on this rank."""
 
@@ -217,8 +196,12 @@ def run_step(
     began_s: float,
     before_action: Callable[[int, Action], None],
     decide: Callable[[StepSums], float | None],
+    watch: Watch | None = None,
 ) -> DoneStep:
     """Zero, accumulate and reduce gradients, clip them, and update. Collective.
+
+    A step that the watch lets be computed again is recorded once, as computed last; the first
+    computation counts as time outside of the program's actions.
 
     Args:
         job: Job that trains the run.
@@ -227,14 +210,52 @@ def run_step(
         began_s: Clock (`time.perf_counter`) at the begin of the step, before its data was read.
         before_action: Called before each action of the program, with its position and the action.
         decide: Returns the learning rate of the update, or None to skip the update.
+        watch: Watch for silent corruption; None if the run has none.
 
     Raises:
         PeerLostError: The device, which may wait for other ranks, made no progress for too long.
+        CorruptionError: The device of this rank computed or kept wrong values.
     """
     device, peers = job.device, job.peers
     own = work.num_valid, sum(len(sequence.tokens_S) for sequence in work.sequences)
     speaks = job.mesh.speaks_for_replica
     num_valid, num_tokens = map(int, peers.total([count * speaks for count in own]))
+    compute = partial(
+        _compute, job, state, work, num_valid, num_tokens, before_action=before_action
+    )
+    computed = compute() if watch is None else watch.confirmed(work.number, compute)
+    result, sums = computed.result, computed.sums
+    every, clip_norm = job.run.train.norms_every, job.run.optimizer.clip_norm
+    norms = state.norms_by_kind(peers) if every and work.number % every == 0 else None
+    clipped = clip_factor(sums.norm, clip_norm=clip_norm)
+    lr = decide(sums)
+    loads_LX = _expert_loads(job, result)
+    if lr is not None:
+        state.update(sums.gradients, norm=computed.norm, clip_norm=clip_norm, lr=lr)
+        if loads_LX is not None:
+            balance_(state.choice_biases, loads_LX, amount=job.run.routing.bias_update)
+        if watch is not None:
+            watch.note_weights()
+    device.synchronize()
+    seconds = time.perf_counter() - began_s
+    copies = state.add_tier_bytes(state.engine.take_copies())
+    copies = copies.without_host if device.kind == "cpu" else copies
+    peaks = state.engine.take_peaks()
+    rest_s = seconds - computed.actions_s
+    return DoneStep(result, sums, clipped, norms, loads_LX, lr, copies, peaks, seconds, rest_s)
+
+
+def _compute(
+    job: Job,
+    state: TrainingState,
+    work: StepInput,
+    num_valid: int,
+    num_tokens: int,
+    *,
+    before_action: Callable[[int, Action], None],
+) -> Computed:
+    """Zero, accumulate and reduce the gradients of a step. Collective."""
+    device, peers = job.device, job.peers
     state.zero_gradients()
     begin = time.perf_counter()
     result = state.engine.accumulate(
@@ -255,22 +276,7 @@ def run_step(
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
     sums = StepSums(num_valid, loss, float(norm), state.sharded.owned(state.gradients))
-    every, clip_norm = job.run.train.norms_every, job.run.optimizer.clip_norm
-    norms = state.norms_by_kind(peers) if every and work.number % every == 0 else None
-    clipped = clip_factor(sums.norm, clip_norm=clip_norm)
-    lr = decide(sums)
-    loads_LX = _expert_loads(job, result)
-    if lr is not None:
-        state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
-        if loads_LX is not None:
-            balance_(state.choice_biases, loads_LX, amount=job.run.routing.bias_update)
-    device.synchronize()
-    seconds = time.perf_counter() - began_s
-    copies = state.add_tier_bytes(state.engine.take_copies())
-    copies = copies.without_host if device.kind == "cpu" else copies
-    peaks = state.engine.take_peaks()
-    rest_s = seconds - actions_s
-    return DoneStep(result, sums, clipped, norms, loads_LX, lr, copies, peaks, seconds, rest_s)
+    return Computed(result, sums, norm, actions_s)
 
 
 def _expert_loads(job: Job, result: StepResult) -> Tensor | None:
@@ -305,69 +311,3 @@ def await_device(job: Job, executed: Trace, *, what: str, predicted_s: float) ->
             f"{what}: waiting for this rank's device, which waits for another rank: "
             f"timed out after {limit_s:g} s{LATE}"
         )
-
-
-# Steps that are not finite
-
-
-class NonFiniteGuard:
-    """Decides for each step whether its update may be applied.
-
-    Args:
-        run: Run configuration, with the limit on steps in a row whose updates are skipped.
-        peers: Collectives over all ranks, which decide together.
-    """
-
-    def __init__(self, run: RunConfig, peers: HostCollectives) -> None:
-        self._peers = peers
-        self._limit = 0 if run.train.nonfinite == "stop" else run.train.max_nonfinite_steps
-        self._in_a_row = 0
-
-    @property
-    def failing(self) -> bool:
-        """True if the last step was not finite."""
-        return self._in_a_row > 0
-
-    def problem(self, step: int, sums: StepSums) -> str | None:
-        """Return why the update of a step must be skipped; None if loss and norm are finite.
-
-        Args:
-            step: Number of the step, counted from 1.
-            sums: Loss and gradients of the step.
-
-        Raises:
-            NonFiniteError: More steps in a row were not finite than allowed.
-        """
-        if math.isfinite(sums.loss) and math.isfinite(sums.norm):
-            self._in_a_row = 0
-            return None
-        self._in_a_row += 1
-        told = self._peers.all_gather(nonfinite_names(sums.gradients))
-        bad = sorted({name for names in told for name in names})
-        where = f"not finite in the gradients of {first_of(bad)}"
-        culprits = where if bad else "every gradient is finite"
-        report = f"step {step}: loss {sums.loss}, gradient norm {sums.norm}; {culprits}"
-        if self._in_a_row > self._limit:
-            raise NonFiniteError(
-                f"{report}. {self._in_a_row} such steps in a row, train.max_nonfinite_steps and "
-                f"train.nonfinite allow {self._limit}; {START_ANEW}"
-            )
-        return f"{report}. The update is skipped"
-
-
-def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that have NaN or infinite values.
-
-    These show in the minimum and maximum, which need no temporary memory.
-    """
-    return [
-        name
-        for name, tensor in tensors.items()
-        if tensor.numel() and not all(bool(torch.isfinite(value)) for value in tensor.aminmax())
-    ]
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Return the first few of some names as text, and how many more there are."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"

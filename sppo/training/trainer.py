@@ -29,17 +29,12 @@ from sppo.training.run_checkpoints import SAVE_FILE, RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps
 from sppo.training.state import DTYPES, TrainingState, build_state
-from sppo.training.step import (
-    START_ANEW,
-    NonFiniteGuard,
-    SequenceSteps,
-    StepSource,
-    StepSums,
-    StepWork,
-    run_step,
-)
+from sppo.training.step import SequenceSteps, StepSource, StepWork, run_step
 from sppo.training.validation.validator import Validator
 from sppo.training.warm_up import warm_up
+from sppo.training.watch.computed import StepSums
+from sppo.training.watch.corruption import Watch
+from sppo.training.watch.nonfinite import START_ANEW, NonFiniteGuard
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +150,7 @@ class StepLoop:
         self._consumed = 0
         """Number of sequences, or samples, that all earlier steps consumed."""
         self._guard = NonFiniteGuard(run, peers)
+        self._watch = Watch(job, state, say=self._records.say) if run.train.watch else None
         self._schedule = state.engine.schedule([plan.lengths] * plan.sequences)
         peers.check_same_result("schedule", self._schedule.digest())
         job.progress.note(
@@ -163,6 +159,7 @@ class StepLoop:
             action="",
             num_actions=len(self._schedule.programs[job.mesh.at.pipeline]),
         )
+        job.progress.reached("loaded")
         self._stopped_by: str | None = None
 
     def run(self, *, consumed: int) -> None:
@@ -175,6 +172,7 @@ class StepLoop:
             NonFiniteError: Too many steps in a row were not finite, or the state at the end is not.
             StepTooLargeError: A step of samples does not fit; the state before it is saved.
             OSError: A step could not be recorded; the state is saved.
+            CorruptionError: The device of this rank computed or kept wrong values.
         """
         outcome, total, self._consumed = self._outcome, self._run.train.steps, consumed
         with self._records.opened(), StopRequest() as stop:
@@ -187,6 +185,7 @@ class StepLoop:
                     metrics = self._step(step, stop)
                     outcome.done_steps = step + 1
                     self._records.record(metrics)
+                    self._job.progress.reached("first step")
                     self._validate_if_due(stop)
                     self._save_if(self._checkpoints.is_due_by_step(step + 1))
             except Interrupted:
@@ -301,6 +300,7 @@ class StepLoop:
             began_s=began_s,
             before_action=before_action,
             decide=lambda sums: lr if self._may_update(step, sums) else None,
+            watch=self._watch,
         )
         copies_bytes = done.copies.device_bytes
         self._outcome.buckets.count_step(done.peaks, copies_bytes=copies_bytes, pool=device.pool())
@@ -371,14 +371,20 @@ class StepLoop:
             self._save()
 
     def _save(self, *, is_best: bool = False) -> str | None:
-        """Save a checkpoint; print and return why it was not saved, or return None."""
+        """Save a checkpoint; print and return why it was not saved, or return None.
+
+        Raises:
+            CorruptionError: The weights of this rank changed since the last update.
+        """
+        step = self._outcome.done_steps
+        if self._watch is not None:
+            self._watch.check_weights(step)
         if self._checkpoints.take_request():
-            step = self._outcome.done_steps
             self._records.say(
                 f"saving after step {step}: the file {SAVE_FILE} asked, and is removed"
             )
         unsaved = self._checkpoints.save(
-            self._outcome.done_steps,
+            step,
             sequences_consumed=self._consumed,
             more=self._source.saved(),
             is_best=is_best,

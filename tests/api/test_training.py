@@ -62,7 +62,7 @@ def test_ranks_are_started_and_learn_the_same(work, capfd):
 
 
 def test_the_exit_code_of_the_ranks_is_told(work, monkeypatch):
-    monkeypatch.setattr("sppo.api.start_ranks", lambda *_, **__: 4)
+    monkeypatch.setattr("sppo.api.train_on_ranks", lambda *_, **__: 4)
     with pytest.raises(sppo.RunFailedError, match="exit code 4") as caught:
         sppo.train(sppo.load_run(work / "run.yaml", TWO), progress=False)
     assert caught.value.exit_code == 4

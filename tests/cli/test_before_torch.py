@@ -40,6 +40,7 @@ CASES = {
     "train run.yaml --plan plan.json": "the plan was made for another run",
     "train run.yaml --plan stale.json": "digest 000000000000, and here",
     'train run.yaml model={"from_hf":"hf"}': "holds neither model.safetensors nor",
+    "train run.yaml model.from_hf=models/8b": "nothing is downloaded: hf download",
     "eval run.yaml": "To evaluate random weights of seed 0, which the run starts from",
     "eval run.yaml --checkpoint nowhere": "nowhere holds no checkpoint (no such directory)",
     "eval run.yaml --checkpoint out --initial": "leave one of the two out",

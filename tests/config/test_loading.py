@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from sppo.config import ConfigError, RunConfig, check_run, load_run
+from sppo.config.model.presets import PRESETS
+from tests.config.test_huggingface import config_json
 from tests.conftest import SCREEN_LINES
 
 MODEL = {"preset": "tiny-test"}
@@ -172,9 +174,23 @@ def test_keys_that_are_no_words():
     assert found.keys() == {"1", "None", "train.1"}
 
 
-def test_neither_preset_nor_directory_may_be_given_twice():
-    found = problems({**RUN, "model": {"preset": "tiny", "from_hf": "dir"}})
-    assert found == {"model.preset": "give either model.preset or model.from_hf, not both"}
+def test_a_preset_stands_in_for_a_directory_that_is_not_there(tmp_path):
+    model = {"preset": "tiny", "from_hf": str(tmp_path / "model")}
+    planned = load_run({**RUN, "model": model}).model
+    assert planned.hidden_size == PRESETS["tiny"]["hidden_size"]
+    (tmp_path / "model").mkdir()
+    config = config_json("qwen3", hidden_size=96, num_attention_heads=4, head_dim=16)
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    trained = load_run({**RUN, "model": model}).model
+    assert (trained.hidden_size, trained.num_heads) == (96, 4)
+
+
+def test_an_override_takes_the_place_of_what_says_the_same_in_another_way():
+    run = {**RUN, "model": {"from_hf": "nowhere"}, "train": {"epochs": 2}}
+    found = load_run(run, ["model.preset=tiny", "train.steps=7"])
+    assert (found.model.from_hf, found.train.epochs, found.train.steps) == (None, None, 7)
+    with pytest.raises(ConfigError, match="leave one of the two keys out"):
+        load_run(RUN, ["train.steps=7", "train.epochs=2"])
 
 
 # Overrides

@@ -24,12 +24,9 @@ def test_every_deviation_has_a_reason(compared):
         assert sum(row["memory_parts_bytes"].values()) == pytest.approx(row["predicted_bytes"])
 
 
-def test_the_committed_table_is_what_the_planner_says(compared):
+def test_the_committed_report_is_what_the_planner_says(compared):
     committed = json.loads((ROOT / "docs/results/compare_published.json").read_text())
-    document = (ROOT / "docs/planning.md").read_text().splitlines()
     assert [row["name"] for row in committed["configurations"]] == [row["name"] for row in compared]
     for then, now in zip(committed["configurations"], compared, strict=True):
         assert then["predicted_s"] == pytest.approx(now["predicted_s"], rel=0.005), now["name"]
         assert then["predicted_bytes"] == pytest.approx(now["predicted_bytes"], rel=0.005)
-        measured, ratio = f"{now['measured_s']:.4g}", f"{now['time_ratio']:.2f}"
-        assert any(f"| {measured} |" in line and f"| {ratio} |" in line for line in document)

@@ -19,8 +19,9 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
 from sppo.training.interruption import NonFiniteError
-from sppo.training.step import NonFiniteGuard, StepSums
 from sppo.training.trainer import StepLoop
+from sppo.training.watch.computed import StepSums
+from sppo.training.watch.nonfinite import NonFiniteGuard
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 from tests.make import make_run
 from tests.training.jobs import records, summary, train_alone
@@ -73,15 +74,19 @@ def test_only_steps_in_a_row_count():
 def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
     bad = set()
-    norm, done = sharded_state.global_norm, 0
+    norm, run_step, done = sharded_state.global_norm, trainer.run_step, 0
 
-    def poisoned(gradients, **how):
+    def counted(*arguments, **how):
         nonlocal done
         done += 1
+        return run_step(*arguments, **how)
+
+    def poisoned(gradients, **how):
         if done in bad:
             gradients["layers.0.q.weight"][3, 2] = math.nan
         return norm(gradients, **how)
 
+    monkeypatch.setattr(trainer, "run_step", counted)
     monkeypatch.setattr(sharded_state, "global_norm", poisoned)
     return bad
 

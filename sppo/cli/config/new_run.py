@@ -28,8 +28,6 @@ from sppo.quoting import one_line
 from sppo.units import counted, format_bytes, format_count, format_duration, parse_size
 
 _VALIDATIONS = 10
-_INSTEAD = {"steps": "epochs", "tokens_per_step": "samples_per_step"}
-"""Keys of ``train`` that are left out if another one is asked for."""
 _ADAPTER_LR = 2e-4
 _COMMENT_COLUMN = 38
 _HINTS = {
@@ -79,9 +77,6 @@ def new_run_file(
         if kind == "extend":
             also = Value(["norms", "embed"], "adapters alone learn longer contexts badly")
             made["adapter"] = {"also_train": also}
-    for key, instead in _INSTEAD.items():
-        if key in asked.get("train", {}):
-            made["train"].pop(instead, None)
     plain = {name: {key: one.value for key, one in keys.items()} for name, keys in made.items()}
     problems: list[Problem] = []
     plain = apply_overrides(overrides, plain, problems)

@@ -19,6 +19,15 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 _NESTED, _TIED = "text_config", "tie_word_embeddings"
 
 
+def check_directory(directory: Path) -> None:
+    """Raise ValueError if there is no such directory of a model; the message says how to get it."""
+    if not directory.is_dir():
+        raise ValueError(
+            f"{directory} is not a directory, and nothing is downloaded: hf download OWNER/NAME "
+            f"--local-dir {directory}; to plan, its config.json is enough, or a model.preset"
+        )
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the mapping in ``directory/config.json``.
 
@@ -26,11 +35,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         ValueError: The directory or file does not exist, cannot be read, or is not a JSON mapping.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise ValueError(
-            f"{directory} is not a directory; name a local one in the Hugging Face layout, "
-            "nothing is downloaded"
-        )
+    check_directory(directory)
     path = directory / "config.json"
     try:
         config = read_json(path)

@@ -64,7 +64,7 @@ class ModelConfig(Section):
     """Name of a built-in shape. Other fields of this section override the fields of the preset."""
     from_hf: Directory | None = None
     """Directory in the Hugging Face layout with a config.json and weights: the architecture and the
-    initial weights."""
+    initial weights. Beside a ``preset``, it need not be there to plan."""
     family: Family | None = None
     """Hugging Face family for export; null chooses the first family that computes exactly this
     model."""

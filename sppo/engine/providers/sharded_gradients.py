@@ -6,7 +6,7 @@ layer are being reduced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,10 +20,17 @@ class ShardedGradients(GradientProvider):
     """Provider of gradient sums that are sharded over ranks.
 
     Each part is reduced when it is released, and added to this rank's shard of the sums.
+
+    Args:
+        shards: This rank's shards of the sums.
+        note: Function that is given the key and the whole of each row before it is reduced.
     """
 
-    def __init__(self, shards: PartRows) -> None:
+    def __init__(
+        self, shards: PartRows, *, note: Callable[[str, Tensor], None] | None = None
+    ) -> None:
         super().__init__(shards)
+        self._note = note
         self._taken: dict[str, Tensor] = {}
         self._taken_part: WeightPart | None = None
         self._forming: list[RowMessage] = []
@@ -47,6 +54,8 @@ class ShardedGradients(GradientProvider):
         self._taken.clear()  # the stage holds the same dict: frees the tensors in any case
         self._taken_part = None
         for message in self._forming:
+            if self._note is not None:
+                self._note(message.key, message.whole)
             message.reduce()
         self._under_way, self._forming = self._forming, []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from sppo.config.huggingface.model_config import check_directory
 from sppo.config.json_file import read_json
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape
@@ -149,8 +150,9 @@ def weight_files(directory: Path) -> dict[Path, set[str]]:
     Without an index, the set of tensors of the single file is empty.
 
     Raises:
-        ValueError: No weight files, or an index that is broken or names a missing file.
+        ValueError: No directory or weight files, or an index that is broken or lacks a file.
     """
+    check_directory(directory)
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         return {single: set()}

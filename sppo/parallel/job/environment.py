@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ _PROGRESS_FILE = "SPPO_PROGRESS_FILE"
 _STORE_IS_HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _THREADS = "OMP_NUM_THREADS"
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NCCL_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables with the file prefix for dumps of NCCL's flight recorder after a timeout; torch 2.11
@@ -113,6 +114,18 @@ def with_module_path(environ: Mapping[str, str]) -> dict[str, str]:
     """
     places = [os.path.abspath(place) for place in sys.path]  # "" is the current directory
     return {**environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def seeing_devices(environ: Mapping[str, str], devices: Sequence[int]) -> dict[str, str]:
+    """Return ``environ`` for a process that sees some of the GPUs that this process sees.
+
+    Args:
+        environ: Environment of this process.
+        devices: Numbers of the GPUs among those of this process.
+    """
+    names = [name.strip() for name in environ.get(_DEVICES, "").split(",") if name.strip()]
+    seen = [names[number] if number < len(names) else str(number) for number in devices]
+    return {**environ, _DEVICES: ",".join(seen)}
 
 
 def child_environment(

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sppo.parallel.job.exit_codes import FAULT
 from sppo.parallel.job.flight_record import ProgressNote, RankState
 from sppo.parallel.job.signals import STOP_CODES, signal_name, stopped_exit_code
 
-_OTHER_FAILURE = 1
-"""Exit code of a failure that has no code of its own, as in :mod:`sppo.cli.exit_codes`."""
 _NOTABLE_STILLNESS_S = 1.0
 
 _STATE_TEXTS: dict[RankState, str] = {
@@ -47,8 +46,9 @@ class RankEnd:
 
     @property
     def failed_s(self) -> float:
-        """When the rank failed according to its flight record, or else when its process ended."""
-        if self.note is not None and self.note.state in ("failed", "peer_lost"):
+        """When the rank failed, or was last heard of if it was stopped; else its process's end."""
+        has_failed = self.note is not None and self.note.state in ("failed", "peer_lost")
+        if self.note is not None and (has_failed or self.stopped):
             return min(self.note.changed_s, self.ended_s)
         return self.ended_s
 
@@ -115,7 +115,7 @@ def exit_code(end: RankEnd, *, asked: Sequence[str] = ()) -> int:
     failed_itself = end.returncode > 0 and end.distance == 0
     if asked and not failed_itself:
         return stopped_exit_code(signal.Signals[asked[0]])
-    return end.returncode if end.returncode > 0 else _OTHER_FAILURE
+    return end.returncode if end.returncode > 0 else FAULT
 
 
 def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
@@ -130,7 +130,7 @@ def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
     if codes <= {0, *STOP_CODES}:
         return ends[0].returncode != 0
     messages = {end.message for end in ends}
-    return len(codes) == len(messages) == 1 and min(codes) > _OTHER_FAILURE and messages != {""}
+    return len(codes) == len(messages) == 1 and min(codes) > FAULT and messages != {""}
 
 
 def failure_report(
@@ -153,7 +153,7 @@ def failure_report(
 
 def _failure_lines(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str]) -> list[str]:
     after = f"after {' and '.join(asked)}, " if asked else ""
-    hung = _unanswering(ends)
+    hung = unanswering(ends)
     if hung is not None:
         told = [_other(end) for end in ends if end is not hung]
         return [f"error: {after}{_did_not_answer(hung, ends)}", *told]
@@ -166,7 +166,7 @@ def _failure_lines(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[s
     return lines + [_other(end) for end in ends if end is not first]
 
 
-def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
+def unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
     """Return the rank that others waited for until they timed out; None if there is none.
 
     Such a rank neither failed nor timed out itself. Of the ranks that the launcher stopped, it has

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,7 @@ class ProgressNote:
         changed_s: Time of the entry on the clock of ``time.monotonic``, which all processes of a
             machine share.
         message: Reason of a failure; "" if there is none.
+        reached_s: Times at which the rank reached the parts of its start, on the same clock.
     """
 
     state: RankState
@@ -48,6 +49,7 @@ class ProgressNote:
     action: str = ""
     changed_s: float = 0.0
     message: str = ""
+    reached_s: Mapping[str, float] = field(default_factory=dict)
 
     def place(self) -> str:
         """Return the position in the program, such as ``step 3, action 7 of 40 (0F2)``."""
@@ -86,8 +88,16 @@ class RankProgress:
             num_actions: Number of actions of the program; None for the number given last.
         """
         count = self._note.num_actions if num_actions is None else num_actions
-        self._note = ProgressNote("running", step, position, count, action)
+        reached_s = self._note.reached_s
+        self._note = ProgressNote("running", step, position, count, action, reached_s=reached_s)
         self.state("running")
+
+    def reached(self, part: str) -> None:
+        """Record that the rank has done a part of its start, when it does so for the first time."""
+        if part not in self._note.reached_s:
+            reached_s = {**self._note.reached_s, part: time.monotonic()}
+            self._note = replace(self._note, reached_s=reached_s)
+            self.state(self._note.state)
 
     def state(self, state: RankState, *, message: str = "") -> None:
         """Record a new state of the rank in the same action; long messages are cut."""

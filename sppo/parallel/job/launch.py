@@ -3,7 +3,7 @@
 The launcher serves the store where the ranks meet, on a port chosen by the system, so that no other
 program can take the port in between. It computes nothing itself.
 
-``docs/launching.md`` says why the agent of torch.distributed.elastic cannot replace this launcher.
+``docs/decisions/launcher.md`` says why the agent of torch.distributed.elastic cannot replace it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ from pathlib import Path
 from typing import IO
 
 from sppo.parallel.job.environment import child_environment, nccl_dump_prefix
-from sppo.parallel.job.failure_report import (
-    RankEnd,
-    exit_code,
-    failure_report,
-    first_failure,
-    was_said_by_rank_0,
-)
+from sppo.parallel.job.failure_report import RankEnd
 from sppo.parallel.job.flight_record import mark_stopped, read_progress
+from sppo.parallel.job.job_end import JobEnd
 from sppo.parallel.job.signals import STOP_SIGNALS, held_back, signal_name
 
 _LOOK_EVERY_S = 0.05
@@ -62,13 +57,12 @@ def run_ranks(
     num_ranks: int,
     environ: Mapping[str, str],
     threads_per_rank: int | None = None,
-) -> int:
+) -> JobEnd:
     """Run ``command`` as every rank of a job and wait for all ranks; call from the main thread.
 
     Rank 0 writes to this process's output; the output of other ranks is kept for the report. The
     first SIGTERM or SIGINT is passed on to every rank, the second kills all ranks. When a rank
-    fails, the others have some seconds to end by themselves and are then stopped. A report goes to
-    stderr, unless rank 0 has printed why all ranks ended.
+    fails, the others have some seconds to end by themselves and are then stopped.
 
     Args:
         command: Path of a program, and its arguments. The program starts with SIGTERM and SIGINT
@@ -77,14 +71,10 @@ def run_ranks(
         environ: Environment for the ranks; the variables of each rank are added.
         threads_per_rank: OMP_NUM_THREADS of each rank, unless ``environ`` has it.
 
-    Returns:
-        0 if all ranks succeeded; else the exit code of the rank that failed first, 1 if a signal
-        killed that rank, or 128 + the signal's number if a signal asked this process to end.
-
     Raises:
         OSError: A process cannot be started, or the port cannot be opened.
     """
-    dumps = nccl_dump_prefix(environ)
+    dumps, started_s, now_s = nccl_dump_prefix(environ), time.monotonic(), time.time()
     with ExitStack() as stack:
         port = stack.enter_context(_served_store(num_ranks))
         job = stack.enter_context(_Job())
@@ -102,14 +92,9 @@ def run_ranks(
             output = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             job.start(command, environment, rank=rank, record=record, output=output)
         ends = job.wait()
-    first = first_failure(ends)
-    if first is None:
-        return 0
-    if not was_said_by_rank_0(ends):
-        found = sorted(Path(dumps).parent.glob(f"{glob.escape(Path(dumps).name)}*"))
-        report = failure_report(ends, first=first, asked=job.asked, dumps=found)
-        print(report, file=sys.stderr, flush=True)
-    return exit_code(first, asked=job.asked)
+    written = Path(dumps).parent.glob(f"{glob.escape(Path(dumps).name)}*")
+    found = sorted(path for path in written if path.stat().st_mtime >= now_s)
+    return JobEnd(ends, started_s, tuple(job.asked), tuple(found))
 
 
 def _nameless_file() -> IO[bytes]:

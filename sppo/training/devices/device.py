@@ -6,11 +6,10 @@ The trainer calls the same methods of a CPU and of a GPU instead of testing the 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 import torch
 
-from sppo.config.run import DEGREES, RunConfig
+from sppo.config.run import RunConfig
 from sppo.data.samples.label_share import with_label_share_if_there
 from sppo.data.samples.step_lengths import drawn_steps_if_there
 from sppo.hardware.description import DeviceKind, HardwareSpec
@@ -18,6 +17,7 @@ from sppo.hardware.run_hardware import hardware_for
 from sppo.hardware.this_machine import as_seen_by_ranks
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.chosen_run import with_chosen_degrees
+from sppo.training.devices.answering_gpus import answering_gpus
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice, prepare_cuda
 
@@ -43,6 +43,18 @@ def _named_kind(run: RunConfig) -> DeviceKind | None:
 def count_devices(run: RunConfig) -> int:
     """Return the number of devices of this machine on which ``run`` is trained; 1 for a CPU."""
     return 1 if device_kind(run) == "cpu" else torch.cuda.device_count()
+
+
+def devices_here(run: RunConfig) -> tuple[int, ...]:
+    """Return the devices of this machine on which ranks of ``run`` are trained, by number.
+
+    A CPU counts once for each rank of the written degrees. With ``train.shrink`` a GPU counts if it
+    answers.
+    """
+    if device_kind(run) == "cpu":
+        return tuple(range(max(count_devices(run), run.parallel.written_ranks)))
+    count = torch.cuda.device_count()
+    return answering_gpus(count) if run.train.shrink else tuple(range(count))
 
 
 def choose_device(run: RunConfig, *, environment: RankEnvironment | None = None) -> Device:
@@ -80,8 +92,9 @@ def check_devices(run: RunConfig, *, local_ranks: int) -> DeviceKind:
     if local_ranks > count:
         raise ValueError(
             f"{local_ranks} ranks on this machine, {count} GPU{'' if count == 1 else 's'}: every "
-            "rank needs one of its own; lower the degrees of parallelism, start ranks on more "
-            "machines (torchrun, srun), or write hardware.preset=laptop-cpu to train on the CPU"
+            "rank needs one of its own; lower the degrees of parallelism, write train.shrink=true "
+            "to have them chosen for fewer GPUs, start ranks on more machines (torchrun, srun), or "
+            "write hardware.preset=laptop-cpu to train on the CPU"
         )
     return "cuda"
 
@@ -123,7 +136,7 @@ def chosen_degrees(
     Args:
         run: Validated run configuration.
         environment: Place of this process among started ranks; None if there are none.
-        ranks: Number of ranks, of :func:`ranks_to_divide`.
+        ranks: Number of ranks, one on each device.
 
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
@@ -134,14 +147,3 @@ def chosen_degrees(
     run = with_label_share_if_there(run)
     whole, _ = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
     return {name: getattr(whole.parallel, name) for name in run.parallel.open_degrees}
-
-
-def ranks_to_divide(run: RunConfig, environment: RankEnvironment | None) -> int:
-    """Return the number of ranks for which degrees are to be chosen; 0 if none is left to choose.
-
-    These are the ranks that a launcher has started, or else one on each device of this machine; a
-    CPU is one device.
-    """
-    ranks = count_devices(run) if environment is None else environment.world_size
-    written = prod(getattr(run.parallel, name) for name in DEGREES)  # those left out are 1
-    return ranks if run.parallel.open_degrees and written < ranks else 0

@@ -45,8 +45,10 @@ def run(script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> 
 
     def run_code(code: str, *, num_ranks: int, grace_s: float = 10.0) -> int:
         monkeypatch.setattr(launch, "_GRACE_S", grace_s)
-        return launch.run_ranks(
+        end = launch.run_ranks(
             script(code), num_ranks=num_ranks, environ=os.environ, threads_per_rank=1
         )
+        end.tell()
+        return end.exit_code
 
     return run_code

@@ -228,7 +228,7 @@ def start_job(command, **options):
     code = f"""
 import os, sys
 from sppo.parallel.job.launch import run_ranks
-sys.exit(run_ranks({command!r}, num_ranks=2, environ=os.environ))
+sys.exit(run_ranks({command!r}, num_ranks=2, environ=os.environ).exit_code)
 """
     return subprocess.Popen([sys.executable, "-c", code], **options)
 

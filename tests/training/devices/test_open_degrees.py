@@ -1,6 +1,7 @@
 """Degrees that a run file leaves out: chosen for the devices of the machine, or the ranks."""
 
 import json
+from math import prod
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from rich.console import Console
 import sppo
 from sppo.config import load_run
 from sppo.hardware import this_machine
+from sppo.parallel.job.job_end import JobEnd
 from sppo.planning.search.choices import Degrees
 from sppo.training import input_checks, start
 from sppo.training.devices import device as devices
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.devices.device import chosen_degrees, ranks_to_divide
-from sppo.training.start import prepare_run, start_ranks
+from sppo.training.start import ReadyRun, on_devices, prepare_run, start_ranks
 from sppo.units import GIB
 from tests.conftest import write_run
 from tests.training.devices.test_cuda_device import place
@@ -40,8 +41,7 @@ def degrees_of(plan_or_parallel):
 
 def chosen(run, environment=None):
     """Degrees chosen for a run; {} if there is nothing to choose."""
-    ranks = ranks_to_divide(run, environment)
-    return chosen_degrees(run, environment, ranks=ranks) if ranks else {}
+    return on_devices(ReadyRun(run, None, environment), Console(quiet=True)).chosen
 
 
 def open_run(**overrides):
@@ -81,6 +81,17 @@ def test_a_launcher_gives_the_number_of_ranks(gpus):
     assert chosen(open_run(), place(local_ranks=2)) == degrees_of(cluster)
 
 
+def test_written_degrees_give_way_to_want_of_devices_if_the_run_may_shrink(gpus, monkeypatch):
+    written = open_run(**{NAMES[1]: 8})
+    assert chosen(written) == chosen(written, place(local_ranks=2)) == {}
+    run = load_run(written, {"train.shrink": True})
+    monkeypatch.setattr(devices, "answering_gpus", lambda count: (0, 2))
+    for found in (chosen(run), chosen(run, place(local_ranks=2))):
+        assert found.keys() == set(NAMES)
+        assert prod(found.values()) == 2
+    assert chosen(run, place(local_ranks=8)) == {}
+
+
 def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatch):
     run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
     console = Console(record=True, width=200)
@@ -90,7 +101,10 @@ def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatc
     assert ready.run.parallel.pipeline_parallel_degree == 2
     assert "degrees   pipeline 2, chosen for 4 devices" in console.export_text()
     started = []
-    monkeypatch.setattr("sppo.training.start.run_ranks", lambda words, **_: started.append(words))
+    monkeypatch.setattr(
+        "sppo.training.start.run_ranks",
+        lambda words, **_: started.append(words) or JobEnd((), started_s=0.0),
+    )
     start_ranks(ready, ["train", "run.yaml"])
     (words,) = started
     assert load_run(work / "run.yaml", words[6:]).parallel == ready.run.parallel

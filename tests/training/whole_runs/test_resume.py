@@ -12,6 +12,7 @@ from sppo.checkpoint.checkpoint import read_weights
 from tests.checkpoint.damage import flip_a_bit
 from tests.conftest import LENGTH, SCREEN_LINES, tree, write_run, write_tokens
 from tests.tiers import default_of
+from tests.training.forked_sppo import in_step
 from tests.training.jobs import records, summary
 
 STEPS = 10
@@ -69,9 +70,9 @@ class Run:
         self.records = self.read("undisturbed")
         assert [record["step"] for record in self.records] == list(range(1, STEPS + 1))
 
-    def train(self, output, **event):
+    def train(self, output, hook=None):
         words = ("train", "run.yaml", f"train.output={output}")
-        return self.sppo(*words, cwd=self.directory, **event)
+        return self.sppo(*words, cwd=self.directory, hook=hook)
 
     def read(self, output):
         return records(self.directory / output)
@@ -106,7 +107,7 @@ def plain(runs):
 @pytest.mark.parametrize("variant", default_of(VARIANTS, "plain"))
 def test_killed_in_step_seven(runs, variant):
     run = runs(variant)
-    killed = run.train("killed", step=7, action=5, signals=[signal.SIGKILL])
+    killed = run.train("killed", in_step(7, [signal.SIGKILL], action=5))
     assert killed.returncode == -signal.SIGKILL
     assert [record["step"] for record in run.read("killed")] == [1, 2, 3, 4, 5, 6]
     again = run.train("killed")
@@ -121,7 +122,7 @@ def test_killed_in_step_seven(runs, variant):
 
 @pytest.mark.exhaustive
 def test_killed_before_the_first_checkpoint_starts_anew(plain):
-    assert plain.train("early", step=2, signals=[signal.SIGKILL]).returncode == -signal.SIGKILL
+    assert plain.train("early", in_step(2, [signal.SIGKILL])).returncode == -signal.SIGKILL
     again = plain.train("early")
     assert again.returncode == 0
     assert "going on" not in again.stdout + again.stderr
@@ -173,7 +174,7 @@ def test_without_a_whole_checkpoint_nothing_is_done(plain):
 )
 def test_a_request_to_stop_saves_and_ends_well(runs, number, done, variant):
     run, output = runs(variant), f"asked-{number.name}-{done}"
-    ended = run.train(output, step=done + 1, action=6, signals=[number])
+    ended = run.train(output, in_step(done + 1, [number], action=6))
     assert ended.returncode == 128 + number, ended.stderr
     assert f"{number.name}: saving after step {done}" in ended.stdout
     left = f"stopped by {number.name} after step {done} of 10, {10 - done} left; to go on:\n"
@@ -190,7 +191,7 @@ def test_a_request_to_stop_saves_and_ends_well(runs, number, done, variant):
 
 
 def test_a_second_request_ends_at_once(plain):
-    ended = plain.train("twice", step=5, signals=[signal.SIGTERM, signal.SIGTERM])
+    ended = plain.train("twice", in_step(5, [signal.SIGTERM, signal.SIGTERM]))
     assert ended.returncode == 143
     assert "error: stopped by SIGTERM: the same command goes on from the newest checkpoint" in (
         ended.stderr

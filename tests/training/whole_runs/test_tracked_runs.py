@@ -9,6 +9,7 @@ from sppo.report.tracking.trackers import TRACKERS
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.report.tracking.stored import keep_files_in, stored
 from tests.tiers import default_of
+from tests.training.forked_sppo import in_step
 from tests.training.jobs import records
 
 STEPS = 8
@@ -28,8 +29,8 @@ def train(sppo, directory):
     """Function that trains in the directory; trackers store there what they get."""
     files = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(directory / "trackio")}
 
-    def run(*words, env=files, **event):
-        return sppo("train", "run.yaml", *words, cwd=directory, env=env, **event)
+    def run(*words, env=files, hook=None):
+        return sppo("train", "run.yaml", *words, cwd=directory, env=env, hook=hook)
 
     return run
 
@@ -39,7 +40,7 @@ def test_killed_rewound_and_resumed(directory, train, tracker, monkeypatch):
     pytest.importorskip(tracker)
     keep_files_in(directory, monkeypatch)
     assert train("train.output=plain").returncode == 0
-    killed = train(f"track.to={tracker}", step=7, action=5, signals=[signal.SIGKILL])
+    killed = train(f"track.to={tracker}", hook=in_step(7, [signal.SIGKILL], action=5))
     assert killed.returncode == -signal.SIGKILL
     shutil.rmtree(directory / "out/checkpoints/step_000006")
     again = train(f"track.to={tracker}")

@@ -1,0 +1,82 @@
+"""Faults of a job, and the decision after one: to start again, without the device, or to end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sppo.parallel.job.exit_codes import BAD_INPUT, CORRUPTED, NO_PLAN, NO_ROOM
+from sppo.parallel.job.signals import STOP_CODES
+
+_LEFT_TO_THE_USER = {
+    BAD_INPUT: "bad input is not restarted",
+    NO_PLAN: "a run without a plan is not restarted",
+    NO_ROOM: "a run without room is not restarted",
+    **{code: f"{name} asked for the end" for code, name in STOP_CODES.items()},
+}
+"""Reasons by exit code of ends that another start would repeat, or that the user wants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Fault that ended the ranks which ``sppo train`` had started."""
+
+    time: str
+    """When all ranks had ended, in UTC (ISO 8601)."""
+    attempt: int
+    """Number of the start of the ranks by this command, counted from 1."""
+    num_ranks: int
+    """Number of ranks of this start."""
+    rank: int
+    """Rank to blame."""
+    device: int
+    """Its device, by its number among those that the command sees; on a CPU, its rank in a start
+    with all ranks."""
+    step: int | None
+    """Step of that rank, counted from 1; None before its first step after the start."""
+    exit_code: int
+    """Exit code of the ranks, which is that of the command if the run ends here."""
+    cause: str
+    """First line of the report."""
+    report: str
+    """Whole report: the rank to blame, its place in the program, and what the other ranks did."""
+    seconds: Mapping[str, float]
+    """Seconds by part. Of this start, as far as rank 0 came: started (processes, libraries and
+    connections), planned (checks and plan), loaded (state and checkpoint), first step. Of the
+    fault: noticed (until the command knew of it) and ended (until the last rank had ended)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Reaction to a fault."""
+
+    action: Literal["restart", "leave out", "end"]
+    """restart: the same run starts again; leave out: without the device to blame; end: not."""
+    reason: str
+    """Reason of the action."""
+
+
+def decide(faults: Sequence[Fault], *, restarts: int, shrink: bool) -> Decision:
+    """Return the reaction to the newest fault of a run.
+
+    Args:
+        faults: Faults of the run since the user started it, the newest last.
+        restarts: Most times that the run is started again.
+        shrink: Whether the run may go on without the device to blame.
+    """
+    newest, before = faults[-1], faults[:-1]
+    if newest.exit_code in _LEFT_TO_THE_USER:
+        return Decision("end", _LEFT_TO_THE_USER[newest.exit_code])
+    if len(before) >= restarts:
+        return Decision("end", f"train.restarts={restarts} allows no more")
+    is_corrupt = newest.exit_code == CORRUPTED
+    repeats = bool(before) and before[-1].step == newest.step
+    if not (is_corrupt or repeats):
+        return Decision("restart", "from the newest checkpoint")
+    at = "before the first step" if newest.step is None else f"at step {newest.step}"
+    reason = "a device is not to be trusted" if is_corrupt else f"a second fault in a row {at}"
+    is_to_blame = is_corrupt or before[-1].device == newest.device
+    if shrink and is_to_blame and newest.num_ranks > 1:
+        return Decision("leave out", f"{reason}: goes on without device {newest.device}")
+    return Decision("end", reason)

@@ -1,0 +1,26 @@
+"""A fault in a run of two ranks: the run ends as it must, and goes on with the same losses.
+
+A sample by default; ``pytest -m chaos tests/chaos/test_injections.py`` has all kinds at hundreds of
+places, and other ones with ``--seed``.
+"""
+
+import pytest
+
+from tests.chaos.injections import Injector
+
+SAMPLE = (30, 41, 2, 18, 69)
+"""One in each layout: a killed, a stopped, a faulty, an asked, and a disconnected rank."""
+MANY = 300
+
+
+@pytest.fixture(scope="module")
+def injector(tmp_path_factory, sppo):
+    return Injector(tmp_path_factory.mktemp("injections"), sppo)
+
+
+@pytest.mark.parametrize(
+    "seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(100, MANY))]
+)
+def test_a_run_with_a_fault_ends_as_it_must_and_goes_on(seed, injector, pytestconfig):
+    injection = injector.draw(seed + MANY * pytestconfig.getoption("--seed"))
+    assert not injector.verdict(injection), injection
