@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from experiments import faults, harness
+from experiments import harness
+from experiments.effective_time import simulated
 from sppo.hardware.faults import time_shares
 from sppo.planning.effective_time import EffectiveTime
 
@@ -17,12 +18,12 @@ def cells():
             yield pytest.param(row, found, id=f"{row['job']}, {row['rate']}, {every}")
 
 
-@pytest.mark.parametrize(("row", "found"), cells())
+@pytest.mark.parametrize(("row", "found"), list(cells()))
 def test_the_report_is_what_is_drawn_and_the_formula_agrees(row, found):
     restart_s = json.loads(REPORT.read_text())["restart_s"]
     times = {"save_s": row["save_s"], "between_stops_s": row["between_stops_s"]}
     shares = time_shares(found["interval_s"], restart_s=restart_s, **times)
-    drawn = faults.simulated(
+    drawn = simulated(
         EffectiveTime(interval_s=found["interval_s"], restart_s=restart_s, shares=shares, **times)
     )
     assert drawn == pytest.approx({key: found[key] for key in drawn})
