@@ -109,8 +109,9 @@ def shown_plans() -> Iterator[tuple[str, str]]:
 SHOWN = list(shown_plans())
 
 
-@pytest.mark.parametrize(("command", "shown"), default_of(SHOWN, SHOWN[0]))
-def test_plans_that_pages_show_are_those_that_are_printed(command: str, shown: str) -> None:
+@pytest.mark.parametrize("plan", default_of(SHOWN, SHOWN[0]))
+def test_plans_that_pages_show_are_those_that_are_printed(plan: tuple[str, str]) -> None:
+    command, shown = plan
     done = subprocess.run(
         [sys.executable, "-m", *command.split()],
         cwd=ROOT,
