@@ -1,8 +1,9 @@
 """Seconds from a fault to the next good step of the quickstart's model on two ranks, by part.
 
-Ranks are killed in turn, each a step after the last restart. ``sppo train`` writes the parts into
-``failures.jsonl``: those of a fault into its own line, those of the restart into the line of the
-next fault. The sum is measured here, from the kill to the record of the next step.
+Ranks are killed in turn, each once the step after the last restart is saved. ``sppo train`` writes
+the parts into ``failures.jsonl``: those of a fault into its own line, those of the restart into the
+line of the next fault. The sum is measured here, from the kill to the record of the next step;
+what the parts leave of it is the time until the kill was noticed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from statistics import median
 from typing import Any
 
 from experiments import harness
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 
 _RUN_FILE = harness.ROOT / "configs/run/tiny_cpu.yaml"
 _LEARN = ("asyncio", "email", "json", "logging")
 """Packages of the standard library that the model learns."""
 _WORDS = ("parallel.pipeline_parallel_degree=2", "train.steps=1000", "checkpoint.every=1")
-_OF_FAULT, _OF_START = ("noticed", "ended"), ("started", "planned", "loaded", "first step")
+_OF_START = ("started", "planned", "loaded", "first step")
 _LIMIT_S = 600.0
 
 
@@ -38,12 +40,7 @@ def restart(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         totals, failures = _measured(Path(name), faults=options.faults)
     rows = [
-        {
-            "rank": fault["rank"],
-            **{part: fault["seconds"][part] for part in _OF_FAULT},
-            **{part: then["seconds"][part] for part in _OF_START},
-            "in all": total_s,
-        }
+        _row(fault, then["seconds"], total_s)
         for (fault, then), total_s in zip(pairwise(failures), totals, strict=True)
     ]
     middle = {part: median(row[part] for row in rows) for part in rows[0] if part != "rank"}
@@ -54,7 +51,14 @@ def restart(options: argparse.Namespace) -> dict[str, Any]:
             ["median", *(f"{seconds:.2f}" for seconds in middle.values())],
         ],
     )
-    return {"rows": rows, "median_s": middle, "run": [_RUN_FILE.name, *_WORDS]}
+    return {"rows": rows, "median_s": middle, "run": [_RUN_FILE.name, *_WORDS], "nice": os.nice(0)}
+
+
+def _row(fault: dict[str, Any], then: dict[str, float], total_s: float) -> dict[str, Any]:
+    """Return the seconds of one fault by part; ``then`` are those of the start that followed."""
+    parts = {"ended": fault["seconds"]["ended"], **{part: then[part] for part in _OF_START}}
+    noticed_s = total_s - sum(parts.values())
+    return {"rank": fault["rank"], "noticed": noticed_s, **parts, "in all": total_s}
 
 
 def _measured(directory: Path, *, faults: int) -> tuple[list[float], list[dict[str, Any]]]:
@@ -74,7 +78,10 @@ def _measured(directory: Path, *, faults: int) -> tuple[list[float], list[dict[s
         for fault in range(faults + 1):  # the last one ends the run
             done = _steps(output)
             _wait(launcher, lambda done=done: _steps(output) > done)
-            done, began_s = _steps(output), time.monotonic()
+            done = _steps(output)
+            saved = output / CHECKPOINTS_DIRECTORY / f"step_{done:06}"
+            _wait(launcher, saved.exists)
+            began_s = time.monotonic()
             os.kill(_rank(launcher.pid, fault % 2), signal.SIGKILL)
             if fault < faults:
                 _wait(launcher, lambda done=done: _steps(output) > done)
