@@ -26,6 +26,7 @@ from typing import Any
 
 from experiments import harness
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
+from sppo.report.metrics import METRICS_FILE, read_metrics
 
 _RUN_FILE = harness.ROOT / "configs/run/tiny_cpu.yaml"
 _LEARN = ("asyncio", "email", "json", "logging")
@@ -74,17 +75,15 @@ def _measured(directory: Path, *, faults: int) -> tuple[list[float], list[dict[s
         launcher = subprocess.Popen(
             [*train, f"train.restarts={faults}"], cwd=directory, stdout=said, stderr=said
         )
-        _wait(launcher, lambda: _steps(output) > 0)
+        done = _step_after(0, output, launcher)
         for fault in range(faults + 1):  # the last one ends the run
-            done = _steps(output)
-            _wait(launcher, lambda done=done: _steps(output) > done)
-            done = _steps(output)
+            done = _step_after(done, output, launcher)
             saved = output / CHECKPOINTS_DIRECTORY / f"step_{done:06}"
             _wait(launcher, saved.exists)
             began_s = time.monotonic()
             os.kill(_rank(launcher.pid, fault % 2), signal.SIGKILL)
             if fault < faults:
-                _wait(launcher, lambda done=done: _steps(output) > done)
+                done = _step_after(done, output, launcher)
                 totals.append(time.monotonic() - began_s)
         launcher.wait(_LIMIT_S)
     lines = (output / "failures.jsonl").read_text().splitlines()
@@ -95,15 +94,21 @@ def _wait(launcher: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
     until_s = time.monotonic() + _LIMIT_S
     while not until():
         if launcher.poll() is not None or time.monotonic() > until_s:
+            launcher.kill()  # its ranks end with it
             sys.exit(f"error: the run ended or hangs: exit code {launcher.poll()}")
         time.sleep(0.01)
 
 
-def _steps(output: Path) -> int:
-    """Return the number of the last recorded step."""
-    metrics = output / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
+def _step_after(step: int, output: Path, launcher: subprocess.Popen[bytes]) -> int:
+    """Wait for the record of a step after ``step``, and return its number."""
+    metrics = output / METRICS_FILE
+
+    def last() -> int:
+        records = read_metrics(metrics) if metrics.exists() else []
+        return records[-1].step if records else 0
+
+    _wait(launcher, lambda: last() > step)
+    return last()
 
 
 def _rank(launcher: int, number: int) -> int:
