@@ -219,8 +219,8 @@ def sums_of_bits(rows: Iterable[Tensor]) -> Tensor:
 
     Any one bit changes it by a power of two. Needs no temporary memory.
     """
-    sums = [torch.zeros((), dtype=torch.int64)]
+    sums = []
     for row in rows:
         whole = row.nbytes // 8 * 8 // row.element_size()
         sums.append(row[:whole].view(torch.int64).sum() + row[whole:].view(torch.uint8).sum())
-    return torch.stack(sums[1:] or sums[:0])
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
