@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments import first_screen, harness, models
+from experiments import claims, first_screen, harness, models
 from sppo.output_file import write_text
 from sppo.units import format_bytes
 
@@ -98,6 +98,7 @@ def measured() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "claims": lambda: markdown(claims.HEADINGS, claims.rows(report)),
     "peers": peers,
     "lead": lambda: first_screen.lead(report("planned_peers")),
     "measured": measured,
