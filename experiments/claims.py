@@ -263,9 +263,7 @@ CLAIMS: Iterable[Claim] = (
     ),
     Claim("solve_seconds", "measured", "sppo solve RUN.yaml", _solver),
     Claim("planned_peers", "simulated", "python -m experiments.peers", _lead, "8 H100"),
-    Claim(
-        "planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"
-    ),
+    Claim("planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"),
     Claim(
         "compare_infinipipe",
         "simulated",
