@@ -79,15 +79,15 @@ def _beside_transformers(report: Report) -> str:
     ours, theirs = _of_length(report, 32 * 1024)
     return (
         f"At 32Ki tokens a step takes {ours['step_s'] / theirs['step_s']:.2f}x the time and "
-        f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}x the memory of transformers with gradient "
-        "checkpointing (one step of each)."
+        f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}x the memory of transformers with "
+        "gradient checkpointing (one step of each)."
     )
 
 
 def _disk(report: Report) -> str:
     return (
-        f"Offloading all saved activations to a disk takes {report['step_ratio']:.3f}x the time and "
-        f"{report['peak_ratio']:.2f}x the memory of retaining them, at 32Ki tokens."
+        f"Offloading all saved activations to a disk takes {report['step_ratio']:.3f}x the time "
+        f"and {report['peak_ratio']:.2f}x the memory of retaining them, at 32Ki tokens."
     )
 
 
@@ -144,7 +144,8 @@ def _infinipipe(report: Report) -> str:
     gains = [one["elastic"]["tokens_per_s"] / one["fixed"]["tokens_per_s"] for one in cases]
     return (
         f"On InfiniPipe's machine, with its degrees, planned steps of documents process "
-        f"{min(gains):.2f}x to {max(gains):.2f}x the tokens per second of Seq1F1B with fixed chunks."
+        f"{min(gains):.2f}x to {max(gains):.2f}x the tokens per second of Seq1F1B with fixed "
+        "chunks."
     )
 
 
@@ -263,9 +264,7 @@ CLAIMS: Iterable[Claim] = (
     ),
     Claim("solve_seconds", "measured", "sppo solve RUN.yaml", _solver),
     Claim("planned_peers", "simulated", "python -m experiments.peers", _lead, "8 H100"),
-    Claim(
-        "planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"
-    ),
+    Claim("planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"),
     Claim(
         "compare_infinipipe",
         "simulated",
