@@ -7,6 +7,7 @@ places, and other ones with ``--seed``.
 import pytest
 
 from tests.chaos.injections import Injector
+from tests.training.forked_sppo import ForkedSppo
 
 SAMPLE = (30, 41, 2, 18, 69)
 """One in each layout: a killed, a stopped, a faulty, an asked, and a disconnected rank."""
@@ -14,8 +15,9 @@ MANY = 300
 
 
 @pytest.fixture(scope="module")
-def injector(tmp_path_factory, sppo):
-    return Injector(tmp_path_factory.mktemp("injections"), sppo)
+def injector(tmp_path_factory):
+    with ForkedSppo(disk=tmp_path_factory.mktemp("disk")) as sppo:
+        yield Injector(tmp_path_factory.mktemp("inputs"), sppo)
 
 
 @pytest.mark.parametrize(

@@ -227,8 +227,10 @@ def test_between_machines_the_interface_is_named(monkeypatch, local_world_size):
     def lost(*_, **__):
         raise RuntimeError("Gloo connectFullMesh failed with timed out connecting")
 
-    monkeypatch.setattr(rendezvous, "_connect_to_store", lambda *_, **__: None)
-    monkeypatch.setattr(rendezvous, "_wait_for_all", lambda *_, **__: None)
+    monkeypatch.setattr(
+        rendezvous, "_connect_to_store", lambda *_, **__: rendezvous.dist.HashStore()
+    )
+    monkeypatch.setattr(rendezvous, "_wait_for_all", lambda *_, **__: 1)
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lost)
     monkeypatch.setattr(rendezvous, "use_loopback", lambda: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
