@@ -33,15 +33,11 @@ SHORTER = {
     "sppo train configs/run/tutorial.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",
     "sppo train short.yaml": " train.steps=2 train.sequences_per_step=1",
-    "sppo train long.yaml": f" {STRETCHED} train.steps=2 train.sequences_per_step=1",
     "sppo train stage2.yaml": f" {STRETCHED}",
     "sppo train base.yaml": " train.steps=2",
     **dict.fromkeys(("sppo train lora.yaml", "sppo solve lora.yaml"), f" {SHORT} train.steps=2"),
-    **dict.fromkeys(
-        ("sppo train 1k.yaml", "sppo train 4k.yaml", "sppo train 8k.yaml"), " train.steps=2"
-    ),
-    **dict.fromkeys(("sppo eval 1k.yaml --length", "sppo eval 8k.yaml --png"), " --sequences 1"),
-    "sppo eval long.yaml": f" {STRETCHED} --sequences 1",
+    **dict.fromkeys(("sppo train 4k.yaml", "sppo train 8k.yaml"), " train.steps=2"),
+    **dict.fromkeys(("sppo eval 8k.yaml --initial", "sppo eval 8k.yaml --png"), " --sequences 1"),
 }
 """Arguments appended to a command that takes minutes."""
 FIRST_PARTS = 2
