@@ -178,6 +178,15 @@ def _models(report: Report) -> str:
     )
 
 
+def _restarts(report: Report) -> str:
+    seconds = report["median_s"]
+    parts = ", ".join(f"{name} {took:.1f}" for name, took in seconds.items() if name != "in all")
+    return (
+        "With `train.restarts` a small run of two ranks is at its next good step "
+        f"{seconds['in all']:.0f} s after one rank is killed (seconds until {parts})."
+    )
+
+
 def _effective_time(report: Report) -> str:
     rows = [row for row in report["rows"] if row["rate"] == report["rows"][0]["rate"]]
     few, many = (min(rows, key=_devices), max(rows, key=_devices))
@@ -262,6 +271,7 @@ CLAIMS: Iterable[Claim] = (
         "python -m experiments.trained_adapters --length 16Ki",
         _adapters,
     ),
+    Claim("restart_seconds", "measured", "python -m experiments.faults --table restart", _restarts),
     Claim("solve_seconds", "measured", "sppo solve RUN.yaml", _solver),
     Claim("planned_peers", "simulated", "python -m experiments.peers", _lead, "8 H100"),
     Claim("planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"),
