@@ -154,7 +154,7 @@ def _solver(report: Report) -> str:
     seconds = [request["processor_s"] for request in report["requests"]]
     return (
         f"`sppo solve` takes {min(seconds):.1f} to {max(seconds):.1f} s of one core for requests "
-        "with 8 to 1024 GPUs and 1Mi or 4Mi tokens."
+        "with 8 to 1024 GPUs and 1Mi or 4Mi tokens, while other programs use the cores."
     )
 
 
