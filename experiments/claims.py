@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sppo.units import format_bytes, format_duration
@@ -219,7 +219,7 @@ def _lead(report: Report) -> str:
 
 _CPU = "python -m experiments.cpu"
 _GPU_CHECK = "bash scripts/gpu_check.sh"
-CLAIMS: Iterable[Claim] = (
+CLAIMS: tuple[Claim, ...] = (
     Claim("gpu_h100_128Ki", "measured", _GPU_CHECK, _long_on_a_gpu),
     Claim("gpu_h100", "measured", _GPU_CHECK, _offloading_on_a_gpu),
     Claim("gpu_h100_models", "measured", _GPU_CHECK, _experts_and_windows),
