@@ -14,6 +14,7 @@ from rich.console import Console
 from sppo.hardware.this_machine import find_gpus
 from sppo.parallel.job.job_end import JobEnd
 from sppo.parallel.job.restarts import Decision, Fault, decide
+from sppo.parallel.job.signals import STOP_CODES
 from sppo.report.lines import print_titled
 from sppo.training.run_directory import FAILURES_FILE
 from sppo.training.start import ReadyRun, on_devices, start_ranks
@@ -70,6 +71,7 @@ def _fault(end: JobEnd, ready: ReadyRun, *, attempt: int) -> Fault:
         device=ready.devices[blamed.rank],
         step=blamed.note.step if blamed.note is not None and blamed.note.action else None,
         exit_code=end.exit_code,
+        asked=end.asked[0] if end.asked else STOP_CODES.get(end.exit_code),
         cause=end.report.partition("\n")[0].removeprefix("error: "),
         report=end.report,
         seconds=end.seconds(),

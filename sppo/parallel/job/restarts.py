@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sppo.parallel.job.exit_codes import BAD_INPUT, CORRUPTED, NO_PLAN, NO_ROOM
-from sppo.parallel.job.signals import STOP_CODES
 
-_LEFT_TO_THE_USER = {
-    BAD_INPUT: "bad input is not restarted",
-    NO_PLAN: "a run without a plan is not restarted",
-    NO_ROOM: "a run without room is not restarted",
-    **{code: f"{name} asked for the end" for code, name in STOP_CODES.items()},
-}
-"""Reasons by exit code of ends that another start would repeat, or that the user wants."""
+_NOT_MENDED = {BAD_INPUT: "bad input", NO_PLAN: "the lack of a plan", NO_ROOM: "the lack of room"}
+"""Faults that another start would repeat, by exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +31,8 @@ class Fault:
     """Step of that rank, counted from 1; None before its first step after the start."""
     exit_code: int
     """Exit code of the ranks, which is that of the command if the run ends here."""
+    asked: str | None
+    """Name of the signal by which the user, or the system, asked for the end; None without one."""
     cause: str
     """First line of the report."""
     report: str
@@ -66,14 +62,16 @@ def decide(faults: Sequence[Fault], *, restarts: int, shrink: bool) -> Decision:
         shrink: Whether the run may go on without the device to blame.
     """
     newest, before = faults[-1], faults[:-1]
-    if newest.exit_code in _LEFT_TO_THE_USER:
-        return Decision("end", _LEFT_TO_THE_USER[newest.exit_code])
+    if newest.asked is not None:
+        return Decision("end", f"{newest.asked} asked for the end")
+    if newest.exit_code in _NOT_MENDED:
+        return Decision("end", f"{_NOT_MENDED[newest.exit_code]} is not mended by another start")
     if len(before) >= restarts:
         return Decision("end", f"train.restarts={restarts} allows no more")
     is_corrupt = newest.exit_code == CORRUPTED
     repeats = bool(before) and before[-1].step == newest.step
     if not (is_corrupt or repeats):
-        return Decision("restart", "from the newest checkpoint")
+        return Decision("restart", "from the newest checkpoint, if there is one")
     at = "before the first step" if newest.step is None else f"at step {newest.step}"
     reason = "a device is not to be trusted" if is_corrupt else f"a second fault in a row {at}"
     is_to_blame = is_corrupt or before[-1].device == newest.device

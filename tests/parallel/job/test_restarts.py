@@ -6,7 +6,7 @@ from sppo.parallel.job.exit_codes import BAD_INPUT, CORRUPTED, FAULT, NO_PLAN, N
 from sppo.parallel.job.restarts import Fault, decide
 
 
-def fault(step=None, *, device=0, code=FAULT, ranks=4):
+def fault(step=None, *, device=0, code=FAULT, ranks=4, asked=None):
     return Fault(
         time="",
         attempt=1,
@@ -15,6 +15,7 @@ def fault(step=None, *, device=0, code=FAULT, ranks=4):
         device=device,
         step=step,
         exit_code=code,
+        asked=asked,
         cause="",
         report="",
         seconds={},
@@ -36,9 +37,10 @@ def test_faults_at_other_steps_restart_as_often_as_allowed(shrink):
     assert actions(fault(3), restarts=0, shrink=shrink) == ["end"]
 
 
-@pytest.mark.parametrize("code", [BAD_INPUT, NO_PLAN, NO_ROOM, 130, 143])
+@pytest.mark.parametrize("code", [BAD_INPUT, NO_PLAN, NO_ROOM])
 def test_what_would_repeat_or_was_asked_for_ends(code):
     assert actions(fault(3, code=code), shrink=True) == ["end"]
+    assert actions(fault(3, asked="SIGTERM"), shrink=True) == ["end"]
 
 
 @pytest.mark.parametrize("step", [None, 5])
