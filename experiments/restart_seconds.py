@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +53,12 @@ def restart(options: argparse.Namespace) -> dict[str, Any]:
         ],
     )
     return {"rows": rows, "median_s": middle, "run": [_RUN_FILE.name, *_WORDS], "nice": os.nice(0)}
+
+
+def median_row(report: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings of the parts, and one row with the medians of a report."""
+    middle = report["median_s"]
+    return tuple(middle), [tuple(f"{seconds:.1f} s" for seconds in middle.values())]
 
 
 def _row(fault: dict[str, Any], then: dict[str, float], total_s: float) -> dict[str, Any]:

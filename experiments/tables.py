@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from experiments import claims, comparison, first_screen, harness, models
+from experiments import claims, comparison, first_screen, harness, models, restart_seconds
 from experiments.reports import markdown, report
 from sppo.output_file import write_text
 
@@ -43,6 +43,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "methods": comparison.methods,
     "published": comparison.ours_and_published,
     "paper": comparison.paper,
+    "restart": lambda: markdown(*restart_seconds.median_row(report("restart_seconds"))),
     "models": lambda: models.markdown(report("planned_models")["rows"]),
     "hybrids": lambda: models.markdown(report("planned_hybrids")["rows"]),
 }
