@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sppo.units import format_bytes, format_duration
@@ -154,7 +154,7 @@ def _solver(report: Report) -> str:
     seconds = [request["processor_s"] for request in report["requests"]]
     return (
         f"`sppo solve` takes {min(seconds):.1f} to {max(seconds):.1f} s of one core for requests "
-        "with 8 to 1024 GPUs and 1Mi or 4Mi tokens."
+        "with 8 to 1024 GPUs and 1Mi or 4Mi tokens, while other programs use the cores."
     )
 
 
@@ -175,6 +175,15 @@ def _models(report: Report) -> str:
     return (
         f"Of {models} models of 3B to 235B parameters, {node} fit with all weights trained on 1Mi "
         f"tokens on one node, and {nodes} on eight ([table](results/models.md))."
+    )
+
+
+def _restarts(report: Report) -> str:
+    seconds = report["median_s"]
+    parts = ", ".join(f"{name} {took:.1f}" for name, took in seconds.items() if name != "in all")
+    return (
+        "With `train.restarts` a small run of two ranks is at its next good step "
+        f"{seconds['in all']:.0f} s after one rank is killed (seconds until {parts})."
     )
 
 
@@ -210,7 +219,7 @@ def _lead(report: Report) -> str:
 
 _CPU = "python -m experiments.cpu"
 _GPU_CHECK = "bash scripts/gpu_check.sh"
-CLAIMS: Iterable[Claim] = (
+CLAIMS: tuple[Claim, ...] = (
     Claim("gpu_h100_128Ki", "measured", _GPU_CHECK, _long_on_a_gpu),
     Claim("gpu_h100", "measured", _GPU_CHECK, _offloading_on_a_gpu),
     Claim("gpu_h100_models", "measured", _GPU_CHECK, _experts_and_windows),
@@ -262,6 +271,7 @@ CLAIMS: Iterable[Claim] = (
         "python -m experiments.trained_adapters --length 16Ki",
         _adapters,
     ),
+    Claim("restart_seconds", "measured", "python -m experiments.faults --table restart", _restarts),
     Claim("solve_seconds", "measured", "sppo solve RUN.yaml", _solver),
     Claim("planned_peers", "simulated", "python -m experiments.peers", _lead, "8 H100"),
     Claim("planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"),

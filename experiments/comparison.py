@@ -83,7 +83,7 @@ def methods() -> str:
         "longest that fitted, *measured*",
         "longest that fits, *simulated*",
         "tokens/s a GPU at 1Mi, *measured*",
-        "*simulated*",
+        "tokens/s a GPU at 1Mi, *simulated*",
         "host memory a node, *simulated*",
     )
     return markdown(headings, rows)

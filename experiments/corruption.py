@@ -20,10 +20,11 @@ import random
 import sysconfig
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -102,8 +103,8 @@ def prepare(work: Path) -> None:
     """Write the text as one token stream, and as documents whose lengths are log-uniform."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [library / name for name in PACKAGES if (library / name).exists()]
-    words = ("data", "prepare", "--tokenizer", "bytes", "--glob", "*.py", "--out", work / "stream")
-    harness.sppo(*words, *paths)
+    prepare = "data", "prepare", "--tokenizer"
+    harness.sppo(*prepare, "bytes", "--glob", "*.py", "--out", work / "stream", *paths)
     tokens = np.fromfile(work / "stream" / "tokens.bin", dtype="<u2").astype(np.int64)
     (work / "pieces").mkdir()
     drawn, begin, number = np.random.default_rng(0), 0, 0
@@ -111,8 +112,7 @@ def prepare(work: Path) -> None:
         length = int(2 ** drawn.uniform(4, np.log2(LONGEST)))
         np.save(work / "pieces" / f"{number:06}.npy", tokens[begin : begin + length])
         begin, number = begin + length, number + 1
-    words = ("data", "prepare", "--tokenizer", "ids", "--out", work / "documents")
-    harness.sppo(*words, work / "pieces")
+    harness.sppo(*prepare, "ids", "--out", work / "documents", work / "pieces")
 
 
 def train(work: Path, **sections: Any) -> None:
@@ -210,22 +210,26 @@ def _flipped(tensor: Tensor, drawn: random.Random) -> Iterator[None]:
 
 def ordinary(work: Path, steps: int, **sections: Any) -> dict[str, Any]:
     """Return how many steps of a training without flips were computed again, and differed."""
-    counts, compare = Counter[str](), Watch._compare
+    differed, lines, compare = 0, list[str](), Watch._compare
 
     def compared(watch: Watch, step: int, first: Any, again: Any) -> None:
-        counts["recomputed"] += 1
-        counts["differed"] += first.loss != again.loss or first.norm != again.norm
+        nonlocal differed
+        differed += first.loss != again.loss or first.norm != again.norm
         compare(watch, step, first, again)
 
     keys = {**sections.pop("train", {}), "steps": steps}
-    with mock.patch.object(Watch, "_compare", compared):
+    watching = partial(Watch, say=lines.append)
+    with (
+        mock.patch.object(Watch, "_compare", compared),
+        mock.patch.object(trainer, "Watch", lambda job, state, say: watching(job, state)),
+    ):
         train(work, model=SMALL, **sections, train=keys)
-    return {"steps": steps, **{name: counts[name] for name in COUNTED}}
+    return {"steps": steps, "recomputed": len(lines), "differed": differed, "lines": lines}
 
 
 def cost(work: Path, *, steps: int) -> dict[str, float]:
     """Return seconds of a step of the quickstart's training, and those of the watch in it."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
 
     def timed(owner: Any, name: str, part: str) -> Any:
         work = getattr(owner, name)

@@ -102,8 +102,6 @@ class Fault:
     """``parallel.timeout_s`` of the run: long, for a busy machine, where nothing waits for it."""
     is_bug: bool = False
     """Whether it looks like a bug: its traceback is shown, and others may name the rank."""
-    lasts: bool = False
-    """Whether it strikes the ranks that start again, too."""
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -130,7 +128,6 @@ FAULTS: Mapping[str, Fault] = {
         names_rank=False,
         prepare=networks.have_own_network,
         timeout_s=5,
-        lasts=True,
     ),
     "network away for a moment": Fault(
         networks.lose_for_a_moment,

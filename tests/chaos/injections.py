@@ -206,7 +206,7 @@ def _codes(injection: Injection) -> set[int]:
     Any run may succeed: the fault may come too late, or where errors are passed over.
     """
     fault = FAULTS[injection.kind]
-    goes_on = injection.restarts > 0 and fault.code == 1 and not fault.lasts
+    goes_on = injection.restarts > 0 and fault.code == 1
     return {0} if goes_on else {0, fault.code}
 
 
@@ -233,7 +233,7 @@ def _problem_of_failures(injection: Injection, directory: Path) -> str:
     """Return what is wrong with the file of a run's failures, if there is one."""
     file, fault = directory / "out/failures.jsonl", FAULTS[injection.kind]
     failures = [*map(json.loads, file.read_text().splitlines())] if file.exists() else []
-    if len(failures) > 1 + fault.lasts:
+    if len(failures) > 1:
         return f"{len(failures)} failures are recorded"
     ranks = [failure["rank"] for failure in failures]
     wrong = fault.names_rank and not fault.is_bug and ranks not in ([], [injection.place.rank])

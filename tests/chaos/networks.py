@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import AbstractContextManager
 
 from tests.chaos.strike import Strike
 
@@ -29,11 +30,22 @@ def cut_connections(strike: Strike) -> None:
 
 
 def have_own_network() -> None:
-    """Give this process, and the ranks that it starts, a loopback interface of their own."""
+    """Give this process, and the ranks that it starts, a loopback interface of their own.
+
+    A network that was lost is back when ranks start again.
+    """
+    from sppo.parallel.job import launch
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_NETWORK | (_NEW_USER if os.getuid() else 0)):
         raise OSError(ctypes.get_errno(), "this machine lets nobody make a network")
-    _set_loopback(up=True)
+    served = launch._served_store
+
+    def served_once_up(num_ranks: int) -> AbstractContextManager[int]:
+        _set_loopback(up=True)
+        return served(num_ranks)
+
+    launch._served_store = served_once_up
 
 
 def lose(strike: Strike) -> None:

@@ -103,7 +103,7 @@ def test_a_device_to_blame_is_left_out_and_degrees_are_chosen_for_the_others(tra
     )
     code, starts, failures, said = train("5", 3, ranks=3, restarts=1, shrink=True)
     assert code == 0
-    assert failures[0]["device"] == 1
+    assert failures[0]["devices"] == [1]
     assert seen[0]["CUDA_VISIBLE_DEVICES"] == "a,b,c"
     assert set(seen[1]["CUDA_VISIBLE_DEVICES"].split(",")) <= {"a", "c"}
     assert starts[0] == []

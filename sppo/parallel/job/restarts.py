@@ -1,4 +1,4 @@
-"""Faults of a job, and the decision after one: to start again, without the device, or to end."""
+"""Faults of a job, and the decision after one: to start again, without a device, or to end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Fault:
     """Number of ranks of this start."""
     rank: int
     """Rank to blame."""
-    device: int
-    """Its device, by its number among those that the command sees; on a CPU, its rank in a start
-    with all ranks."""
+    devices: tuple[int, ...]
+    """Its device, by its number among those that the command sees, or several if one of them
+    computed wrong values and it cannot be told which; on a CPU the rank in a start with all."""
     step: int | None
     """Step of that rank, counted from 1; None before its first step after the start."""
     exit_code: int
@@ -48,7 +48,7 @@ class Decision:
     """Reaction to a fault."""
 
     action: Literal["restart", "leave out", "end"]
-    """restart: the same run starts again; leave out: without the device to blame; end: not."""
+    """restart: the same run starts again; leave out: without the devices to blame; end: not."""
     reason: str
     """Reason of the action."""
 
@@ -59,7 +59,7 @@ def decide(faults: Sequence[Fault], *, restarts: int, shrink: bool) -> Decision:
     Args:
         faults: Faults of the run since the user started it, the newest last.
         restarts: Most times that the run is started again.
-        shrink: Whether the run may go on without the device to blame.
+        shrink: Whether the run may go on without the devices to blame.
     """
     newest, before = faults[-1], faults[:-1]
     if newest.asked is not None:
@@ -74,7 +74,8 @@ def decide(faults: Sequence[Fault], *, restarts: int, shrink: bool) -> Decision:
         return Decision("restart", "from the newest checkpoint, if there is one")
     at = "before the first step" if newest.step is None else f"at step {newest.step}"
     reason = "a device is not to be trusted" if is_corrupt else f"a second fault in a row {at}"
-    is_to_blame = is_corrupt or before[-1].device == newest.device
-    if shrink and is_to_blame and newest.num_ranks > 1:
-        return Decision("leave out", f"{reason}: goes on without device {newest.device}")
+    is_to_blame = is_corrupt or before[-1].devices == newest.devices
+    if shrink and is_to_blame and newest.num_ranks > len(newest.devices):
+        without = f"device{'s' * (len(newest.devices) > 1)} {', '.join(map(str, newest.devices))}"
+        return Decision("leave out", f"{reason}: goes on without {without}")
     return Decision("end", reason)
