@@ -136,7 +136,7 @@ def _documents(report: Report) -> str:
 
     def gain(name: str) -> float:
         turns = zip(sides[name], sides["elastic_auto"], strict=True)
-        return statistics.median(other / planned for other, planned in turns)
+        return float(statistics.median(other / planned for other, planned in turns))
 
     return (
         f"Planned steps of 32 documents process {gain('fixed'):.2f}x the tokens per second of "
