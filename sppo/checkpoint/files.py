@@ -11,9 +11,14 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from sppo.config import RunConfig
 from sppo.output_file import sync_directory
+from sppo.version import __version__
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 """Name of the directory of checkpoints in a run's output directory."""
@@ -27,6 +32,28 @@ METADATA_FILE = "metadata.json"
 _logger = logging.getLogger(__name__)
 _COMPLETE = re.compile(r"step_(\d{6,})")
 _LEFTOVER = re.compile(r"(?:step_\d{6,}|best)\.(?:partial|deleting)-\d+")
+
+
+def run_metadata(
+    config: RunConfig,
+    *,
+    sequences_consumed: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the metadata of a checkpoint: all that a resumed run needs besides the tensors.
+
+    Args:
+        config: Run configuration.
+        sequences_consumed: Number of sequences, or of samples in a run of samples, consumed so
+            far: the position in the data, which is the only state of its order.
+        more: Further state that a resumed run needs, as plain values.
+    """
+    return {
+        **more,
+        "sequences_consumed": sequences_consumed,
+        "sppo_version": __version__,
+        "config": config.model_dump(mode="json"),
+    }
 
 
 def step_name(step: int) -> str:

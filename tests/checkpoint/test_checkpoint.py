@@ -20,9 +20,8 @@ from sppo.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointManager,
     read_weights,
-    run_metadata,
 )
-from sppo.checkpoint.files import list_checkpoints
+from sppo.checkpoint.files import list_checkpoints, run_metadata
 from sppo.checkpoint.newest import InvalidCheckpointError, find_checkpoint
 from sppo.config import RunConfig
 from tests.checkpoint.damage import flip_a_bit, truncate
