@@ -6,6 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from sppo.checkpoint import checkpoint as checkpoint_module
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import load_run
 from sppo.training.interruption import CorruptionError
@@ -114,11 +115,31 @@ def test_a_flipped_bit_ends_the_run_before_the_update(work, run_file, flips, pla
     flips.append((3, place, row, 5))
     with pytest.raises(CorruptionError, match=f"rank 0 computed or kept wrong values: {said}"):
         train_alone(run)
-    checkpoint, _ = read_weights("out")
-    assert checkpoint.step == 2
+    saved, _ = read_weights("out")
+    assert saved.step == 2
     train_alone(run.with_values({"train.output": "sound"}))
     train_alone(run)
     assert losses(work / "out") == losses(work / "sound")
+
+
+def test_a_weight_that_flips_during_a_save_is_not_in_a_checkpoint(work, run_file, monkeypatch):
+    save, loops, start = checkpoint_module.save_tensors, [], StepLoop.run
+
+    def flipping(state, **how):
+        written = save(state, **how)
+        flip(next(iter(loops[0]._state.weights.values())), 0, 0)
+        return written
+
+    def started(loop, **how):
+        loops.append(loop)
+        start(loop, **how)
+
+    monkeypatch.setattr(checkpoint_module, "save_tensors", flipping)
+    monkeypatch.setattr(StepLoop, "run", started)
+    run = load_run(run_file(checkpoint={"async_save": False}))
+    with pytest.raises(CorruptionError, match="step 4: weights changed without an update"):
+        train_alone(run)
+    assert not [*(work / "out/checkpoints").iterdir()]
 
 
 def test_unusual_data_is_computed_again_and_taken_with_the_same_losses(work, monkeypatch):
