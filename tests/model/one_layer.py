@@ -8,6 +8,7 @@ from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.gradients import GradientSum, zero_gradients
+from sppo.model.heads import Heads
 from sppo.model.layer import Layer
 from sppo.model.linear_mixer import LinearMixer
 from sppo.model.recurrence import Recurrence
@@ -108,7 +109,7 @@ class OneLayer:
         if linear is None:
             rotary = RotaryTables(model, torch.arange(tokens), dtype=dtype).of_layer(0)
             self.core = WholeSequence()
-            mixer = AttentionMixer(model, self.weights, rotary, self.core)
+            mixer = AttentionMixer(Heads(model, self.weights, rotary), self.core)
         else:
             self.core = WholeRecurrence(linear, self.weights, starts)
             mixer = LinearMixer(model, self.weights, self.core)
