@@ -4,6 +4,11 @@
 - megatron: tensor and sequence parallelism inside a node, with pipeline stages across nodes.
 - ulysses: one group as large as heads and devices allow; states are sharded over all devices
   (ZeRO-3).
+- context parallel: ulysses with layer inputs in host memory and the MLP in tiles; what FSDP2 with
+  context parallelism and offloaded checkpoints keeps (torchtitan, transformers). A ring of K and V
+  in place of Ulysses is priced as Ulysses.
+- upipe: context parallel, with one head of each device at a time, so tensors of attention other
+  than its output have the width of these heads (Untied Ulysses, arXiv:2602.21196).
 - alst: ulysses with layer inputs and the training state in host memory (ZeRO-3 offload), and the
   MLP in tiles whose number of tokens is the hidden size (Arctic Long Sequence Training,
   arXiv:2506.13996).
@@ -27,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -68,8 +74,10 @@ class Method:
         mechanism: Kind of sequence parallelism, "ulysses" or "megatron".
         zero: ZeRO level.
         degrees: Function that returns the degrees to try, given a model and a machine.
-        uses_host: Whether layer inputs and the training state are in host memory.
+        uses_host: Whether layer inputs are in host memory.
+        state_on_host: Whether the training state is in host memory, too.
         tiles_mlp: Whether the MLP runs in tiles whose number of tokens is the hidden size.
+        one_head: Whether a device computes one head at a time.
         chunk_tokens: Tokens of each chunk that passes a whole layer; None for whole sequences.
     """
 
@@ -79,7 +87,9 @@ class Method:
     zero: int
     degrees: Callable[[ModelConfig, HardwareSpec], Iterable[Degrees]]
     uses_host: bool = False
+    state_on_host: bool = False
     tiles_mlp: bool = False
+    one_head: bool = False
     chunk_tokens: int | None = None
 
     def candidate(
@@ -110,7 +120,7 @@ class Method:
             schedule=LOOPED,
             virtual_stages=run.model.num_layers,
             kv="recomputed",
-            state=StateTiers(optimizer="host"),
+            state=StateTiers(optimizer="host" if self.state_on_host else "device"),
         )
 
     def memory(self, candidate: Candidate) -> tuple[StageMemory, ...]:
@@ -154,16 +164,28 @@ RECOMPUTES = "one device, recompute"
 MEGATRON_KEEPS = "Megatron SP, no recompute"
 MEGATRON = "Megatron SP, recompute"
 ULYSSES = "Ulysses, recompute"
+CONTEXT_PARALLEL = "FSDP2 + context parallel"
+UPIPE = "UPipe"
 ALST = "ALST"
 FPDT = "FPDT"
+_OFFLOADING = partial(
+    Method,
+    policy="recompute",
+    mechanism="ulysses",
+    zero=3,
+    degrees=_across_heads,
+    uses_host=True,
+)
 METHODS = (
     Method(KEEPS_EVERYTHING, "retain", "ulysses", 3, _whole_sequences),
     Method(RECOMPUTES, "recompute", "ulysses", 3, _whole_sequences),
     Method(MEGATRON_KEEPS, "retain", "megatron", 1, _inside_nodes),
     Method(MEGATRON, "recompute", "megatron", 1, _inside_nodes),
     Method(ULYSSES, "recompute", "ulysses", 3, _across_heads),
-    Method(ALST, "recompute", "ulysses", 3, _across_heads, uses_host=True, tiles_mlp=True),
-    Method(FPDT, "recompute", "ulysses", 3, _across_heads, uses_host=True, chunk_tokens=64 * KIB),
+    _OFFLOADING(CONTEXT_PARALLEL, tiles_mlp=True),
+    _OFFLOADING(UPIPE, tiles_mlp=True, one_head=True),
+    _OFFLOADING(ALST, tiles_mlp=True, state_on_host=True),
+    _OFFLOADING(FPDT, state_on_host=True, chunk_tokens=64 * KIB),
 )
 
 
@@ -220,7 +242,7 @@ def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
     workload, length = candidate.workload, sum(candidate.lengths)
     keeps = method.policy == "retain"
     kv = kv_bytes_per_token(workload)[0] * length
-    exchanged = _exchanged_bytes(candidate, tokens=length)
+    exchanged = _exchanged_bytes(candidate, method, tokens=length)
     stages = []
     for state, layers in zip(state_memory(candidate), candidate.stages, strict=True):
         saved = saved_bytes_per_token(
@@ -236,7 +258,7 @@ def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
             communication_bytes=state.device.communication_bytes + exchanged,
         )
         stage = replace(state, device=device)
-        stages.append(_with_inputs_on_host(stage, candidate) if method.uses_host else stage)
+        stages.append(_with_inputs_on_host(stage, candidate, method) if method.uses_host else stage)
     return tuple(stages)
 
 
@@ -244,26 +266,40 @@ def _working_bytes(candidate: Candidate, method: Method) -> int:
     """Return the largest working set of a layer and the loss, with the MLP in tiles if it is tiled.
 
     A tiled MLP is modelled as an untiled one of less width: both have equally large tensors if the
-    width shrinks by as much as a tile has fewer tokens than the sequence.
+    width shrinks by as much as a tile has fewer tokens than the sequence. Attention head by head
+    adds its output of all heads and the gradient of that.
     """
-    workload = candidate.workload
+    workload = _of_heads_at_once(candidate.workload, method)
+    tokens = max(candidate.lengths) // workload.sequence_parallel_degree
     if method.tiles_mlp:
-        model, tokens = workload.model, max(candidate.lengths) // workload.sequence_parallel_degree
+        model = workload.model
         width = max(1, model.mlp_size * min(tokens, model.hidden_size) // max(1, tokens))
         workload = replace(workload, model=model.model_copy(update={"mlp_size": width}))
     tiled = replace(candidate, workload=workload)
     running = computing_bytes(tiled, _placement(tiled, method))
-    return round(float(running.max()))
+    outputs = 2 * tokens * workload.hidden_row_bytes if method.one_head else 0
+    return round(float(running.max())) + outputs
 
 
-def _with_inputs_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory:
-    """Return the memory of a stage with saved layer inputs and training state in host memory."""
+def _of_heads_at_once(workload: Workload, method: Method) -> Workload:
+    """Return `workload` with the heads that its devices compute at a time."""
+    model, heads = workload.model, workload.sequence_parallel_degree
+    if not method.one_head:
+        return workload
+    kv_heads = max(1, model.kv_heads * heads // model.num_heads)
+    return replace(
+        workload, model=model.model_copy(update={"num_heads": heads, "num_kv_heads": kv_heads})
+    )
+
+
+def _with_inputs_on_host(stage: StageMemory, candidate: Candidate, method: Method) -> StageMemory:
+    """Return the memory of a stage with saved layer inputs, and perhaps its state, on the host."""
     moved = replace(
         stage,
         device=replace(stage.device, activations_bytes=0),
         tier_activations_bytes=stage.device.activations_bytes,
     )
-    return _with_state_on_host(moved, candidate)
+    return _with_state_on_host(moved, candidate) if method.state_on_host else moved
 
 
 def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory:
@@ -288,16 +324,20 @@ def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory
     )
 
 
-def _exchanged_bytes(candidate: Candidate, *, tokens: int) -> int:
-    """Return the bytes of Megatron's exchange buffers minus those of SPPO's own implementation.
+def _exchanged_bytes(candidate: Candidate, method: Method, *, tokens: int) -> int:
+    """Return the bytes of a method's exchange buffers minus those of SPPO's own implementation.
 
     Megatron's products shard outputs, not tokens, so each device gathers the residual stream of the
     whole sequence and its gradient, and holds its part of their sums: three tensors of the whole
-    sequence. SPPO's Megatron sequence parallelism holds four, so the result is negative. 0 for
-    other methods.
+    sequence. SPPO's Megatron sequence parallelism holds four, so the result is negative, as it is
+    for heads that are exchanged one at a time. 0 for other methods.
     """
-    workload = candidate.workload
-    if workload.sequence_parallel != "megatron" or workload.sequence_parallel_degree == 1:
+    workload, lengths = candidate.workload, np.array([float(tokens)])
+    if workload.sequence_parallel_degree == 1:
         return 0
-    gathered = 3 * tokens * workload.model.hidden_size * workload.element_bytes
-    return gathered - int(exchanged_bytes(candidate, np.array([float(tokens)]))[0])
+    if workload.sequence_parallel == "megatron":
+        exchanged = 3 * tokens * workload.model.hidden_size * workload.element_bytes
+    else:
+        at_once = replace(candidate, workload=_of_heads_at_once(workload, method))
+        exchanged = int(exchanged_bytes(at_once, lengths)[0])
+    return exchanged - int(exchanged_bytes(candidate, lengths)[0])

@@ -3,7 +3,8 @@
 Every plan is what ``sppo solve`` answers for ZeRO-3, which shards as their FSDP2 does, and 2 TiB of
 host memory in the node: once with the published rates of the attention kernel that they ran, and
 once with the kernel rates of ``configs/hardware/h100_80g_measured.json``. Their Ulysses layout is
-priced by the same cost model, so that its error at each length is known. Nothing is trained.
+priced by the same cost model, so that its error at each length is known. Lengths that fit and steps
+of 1Mi tokens are priced for all baseline methods. Nothing is trained.
 
     python -m experiments.peers --output docs/results/planned_peers.json
 """
@@ -13,12 +14,16 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from experiments import harness
+from experiments.baselines import baselines
 from experiments.long_sequences import solve
 from experiments.published import Published, compare
+from sppo.config import load_run
+from sppo.hardware.run_hardware import run_hardware
 from sppo.units import parse_size
 
 DEVICES = 8
@@ -49,7 +54,13 @@ def main() -> None:
     headings = ("measured by others", "planned", "rates of one H100", "their Ulysses, priced")
     harness.print_table(("tokens", *headings), [_cells(one) for one in rows])
     about = "Planned by sppo solve, never run, beside what others measured on their machines."
-    report = {"what": about, **harness.header("simulated"), "others": others, "rows": rows}
+    report = {
+        "what": about,
+        **harness.header("simulated"),
+        "others": others,
+        "rows": rows,
+        "methods": methods(),
+    }
     harness.write_report(options.output, report)
 
 
@@ -66,13 +77,24 @@ def row(length: str, measured: Mapping[str, float]) -> Row:
     }
 
 
+def methods() -> list[Row]:
+    """Return the longest sequence and the step at 1Mi tokens of every method, as priced."""
+    _, *words = _words("1Mi", "published")
+    run = load_run(harness.ROOT / _RUN, words)
+    return [asdict(one) for one in baselines(run, run_hardware(run))]
+
+
 def plan(length: str, rates: str) -> Row:
     """Return the best plan of one length with the kernel rates of one of `MACHINES`."""
-    words = (_RUN, *_REQUEST, *MACHINES[rates], f"sequence.length={length}")
+    words = _words(length, rates)
     found = solve(words)
     if found["feasible"]:
         found["tokens_per_s"] = parse_size(length) / found["step_s"] / DEVICES
     return {"command": shlex.join(["sppo", "solve", *words]), **found}
+
+
+def _words(length: str, rates: str) -> tuple[str, ...]:
+    return (_RUN, *_REQUEST, *MACHINES[rates], f"sequence.length={length}")
 
 
 def ulysses_layout(length: str, tokens_per_s: float) -> Published:

@@ -20,12 +20,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments import harness, models
+from experiments import claims, first_screen, harness, models
 from sppo.output_file import write_text
 from sppo.units import format_bytes
 
 RESULTS = harness.ROOT / "docs/results"
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+@cache
+def report(name: str) -> dict[str, Any]:
+    """Return the report ``docs/results/NAME.json``."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
 def peers() -> str:
@@ -80,20 +87,26 @@ def ours_and_published() -> str:
     return markdown(headings, rows)
 
 
+def measured() -> str:
+    """Return steps and memory that were measured, beside predictions and other programs."""
+    rows = first_screen.rows(
+        gpu_128k=report("gpu_h100_128Ki"),
+        gpu_32k=report("gpu_h100"),
+        cpu=report("compare_cpu_growth"),
+    )
+    return markdown(first_screen.HEADINGS, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "claims": lambda: markdown(claims.HEADINGS, claims.rows(report)),
     "peers": peers,
+    "lead": lambda: first_screen.lead(report("planned_peers")),
+    "measured": measured,
     "published": ours_and_published,
     "models": lambda: models.markdown(report("planned_models")["rows"]),
     "hybrids": lambda: models.markdown(report("planned_hybrids")["rows"]),
 }
 """Function that makes each table, by the name by which pages ask for it."""
-
-
-@cache
-def report(name: str) -> dict[str, Any]:
-    """Return the report ``docs/results/NAME.json``."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
 
 
 def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

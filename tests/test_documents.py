@@ -92,3 +92,14 @@ def test_code_of_a_page(page: Path, tmp_path: Path) -> None:
             timeout=300,
         )
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_first_gpu_run_shows_what_solve_prints() -> None:
+    run, shown = blocks(ROOT / "docs/tutorials/first_gpu_run.md")[:2]
+    words = run.text.partition(" -o ")[0].split()[1:]
+    done = subprocess.run(
+        [sys.executable, "-m", "sppo", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert shown.language == "text"
+    assert {" ".join(line.split()) for line in shown.text.splitlines()} <= printed, done.stdout

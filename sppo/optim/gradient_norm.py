@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -41,19 +40,23 @@ def largest_elements(
 
     Args:
         gradients: Gradients by global name, none of them empty.
-        after_each: Called after each gradient has been read; None reads all at once.
+        after_each: Called after each gradient has been read.
     """
-    found: Sequence[Tensor] = []
-    if any(gradient.is_cuda for gradient in gradients.values()):
-        found = torch._foreach_norm([*gradients.values()], math.inf)
-    else:  # there, the norm is ten times as slow as the minimum and the maximum
-        for gradient in gradients.values():
-            least, most = gradient.aminmax()
-            found = [*found, torch.maximum(-least, most)]
-            if after_each is not None:
-                after_each()
-    values = torch.stack([*found]).tolist() if found else []
+    found = []
+    for gradient in gradients.values():
+        least, most = gradient.aminmax()
+        found.append(torch.maximum(-least, most))
+        if after_each is not None:
+            after_each()
+    values = torch.stack(found).tolist() if found else []
     return dict(zip(gradients, values, strict=True))
+
+
+def second_largest(gradient: Tensor) -> float:
+    """Return the second largest magnitude of a gradient; 0 if it has one element."""
+    parts = gradient.reshape(-1).split(_DEVICE_CHUNK)
+    tops = torch.cat([part.abs().topk(min(2, part.numel())).values for part in parts])
+    return float(tops.sort(descending=True).values[1:].max()) if tops.numel() > 1 else 0.0
 
 
 def clip_factor(norm: float, *, clip_norm: float) -> float:

@@ -175,15 +175,6 @@ class ExecutionPlan:
         return ModelConfig.model_validate(self.run["model"])
 
     @property
-    def num_devices(self) -> int:
-        """Number of devices that the plan is for."""
-        return (
-            self.data_parallel_degree
-            * self.pipeline_parallel_degree
-            * self.sequence_parallel_degree
-        )
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each subsequence."""
         return lengths_of(self.boundaries)

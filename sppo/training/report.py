@@ -123,13 +123,13 @@ def _other_ranks(file: Path, plan: ExecutionPlan) -> str | None:
         before = read_plan(file)
     except (ValueError, OSError):  # none, or one of another version
         return None
-    if before.num_devices == plan.num_devices:
-        return None
-    now, then = (
-        f"{format_duration(one.predicted.step_s)} on {counted(one.num_devices, 'rank')}"
+    (ranks, now), (ranks_before, then) = (
+        (one.candidate().num_devices, format_duration(one.predicted.step_s))
         for one in (plan, before)
     )
-    return f"a step is predicted to take {now}; before it was {then}"
+    if ranks == ranks_before:
+        return None
+    return f"a step is predicted to take {now} on {ranks}; it was {then} on {ranks_before}"
 
 
 def _epoch(run: RunConfig, data: TrainingData) -> str:

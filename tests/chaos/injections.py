@@ -36,11 +36,11 @@ TIMEOUT_S = 5
 """``parallel.timeout_s`` of runs in which a rank waits in vain."""
 _PATIENT_S = 60
 """Of all others: on a busy machine ranks are slow."""
-_STEPS = 6
+_STEPS = 4
 _BUSY_S = 20.0
 """Seconds that a busy machine may add to the end of a run."""
 _RUN: Mapping[str, Mapping[str, object]] = {
-    "model": {"num_layers": 4},
+    "model": {"num_layers": 2},
     "sequence": {"length": 32, "num_subsequences": 2},
     "train": {"steps": _STEPS},
     "checkpoint": {"every": 2, "keep": 2},
@@ -56,6 +56,7 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "train": {"sequences_per_step": 2},
     },
     "looped on disk": {
+        "model": {"num_layers": 4},
         "parallel": {"pipeline_parallel_degree": 2, "virtual_stages": 2},
         "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
         "state": {"optimizer": "disk", "gradients": "disk"},
@@ -63,6 +64,7 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "samples": {
         "parallel": {"data_parallel_degree": 2},
         "data": {"samples": "documents", "tokens": "documents"},
+        "planning": {"ahead": False},
         "train": {"samples_per_step": 4},
     },
 }
@@ -137,7 +139,9 @@ class Injector:
                 "timeout_s": timeout_s,
             }
             words = ("train", "run.yaml", *injection.words)
-            ended = self._sppo(*words, cwd=directory, hook=("tests.chaos.faults", "inject", hook))
+            ended = self._sppo(
+                *words, cwd=directory, hook=("tests.chaos.faults", "inject", hook), shuts_down=True
+            )
             problem = _problem_of_end(injection, ended, directory)
             if not problem and ended.returncode:
                 again = self._sppo(*words, cwd=directory)

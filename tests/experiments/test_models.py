@@ -23,9 +23,7 @@ def test_what_fits_nowhere_is_said():
 
 
 @pytest.mark.parametrize("table", models.TABLES)
-def test_the_page_has_the_table_of_the_report(table):
+def test_the_report_has_every_cell(table):
     report = json.loads((harness.ROOT / f"docs/results/planned_{table}.json").read_text())
-    page = (harness.ROOT / "docs/results.md").read_text()
-    assert models.markdown(report["rows"]) in page
     cells = {(row["model"], row["tokens"], row["devices"]) for row in report["rows"]}
     assert len(cells) == prod(map(len, models.TABLES[table]))

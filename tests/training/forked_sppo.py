@@ -1,12 +1,13 @@
 """Runs ``sppo`` in forked children, with the ranks that it starts, and hooks that break them.
 
 One process pays for importing torch, then forks for every call; it never computes, so children
-inherit no threads. Ranks are forked from their launcher, and end as a started interpreter does.
-Run as ``python -m tests.training.forked_sppo``: reads one JSON object per line (``argv``, ``cwd``,
-``env``, ``hook``, ``limit_s``), answers with one. A hook is a function of a module and its
-arguments, called in the child before the command, such as :func:`in_step`.
+inherit no threads. Ranks are forked from their launcher. Run as ``python -m
+tests.training.forked_sppo``: reads one JSON object per line, the arguments of
+:meth:`ForkedSppo.__call__`, answers with one. A hook is a function of a module and its arguments,
+called in the child before the command, such as :func:`in_step`.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,14 +64,19 @@ class ForkedSppo:
             },
         )
 
-    def __call__(self, *argv, cwd, hook=None, env=None, limit_s=600.0):
-        """``sppo argv`` in ``cwd``, after ``hook``: names of a module and function, arguments."""
+    def __call__(self, *argv, cwd, hook=None, env=None, limit_s=600.0, shuts_down=False):
+        """``sppo argv`` in ``cwd``, after ``hook``: names of a module and function, arguments.
+
+        ``shuts_down``: ranks end as an interpreter does, which takes as long as some steps; if not,
+        they wait for their threads only.
+        """
         request = {
             "argv": [str(word) for word in argv],
             "cwd": str(cwd),
             "hook": hook,
             "env": env or {},
             "limit_s": limit_s,
+            "shuts_down": shuts_down,
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -83,6 +90,8 @@ class ForkedSppo:
 
 class ForkedRank:
     """A rank that the launcher starts: the methods of ``subprocess.Popen`` that it calls."""
+
+    shuts_down = False
 
     def __init__(self, command, *, env, stdout, pass_fds, **_):
         words = list(command[command.index("sppo") + 1 :])
@@ -139,10 +148,10 @@ def _be_rank(words, parent, *, env, output, kept):
         if int(name) not in (0, 1, 2, *kept):
             with suppress(OSError):  # the one that lists
                 os.close(int(name))
-    _be_sppo(words)
+    _be_sppo(words, shuts_down=ForkedRank.shuts_down)
 
 
-def _be_sppo(words):
+def _be_sppo(words, *, shuts_down=False):
     """Be the command; does not return."""
     from sppo.__main__ import main
 
@@ -156,7 +165,13 @@ def _be_sppo(words):
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    ctypes.pythonapi.Py_Exit(code)
+    if shuts_down:
+        ctypes.pythonapi.Py_Exit(code)
+    threading._shutdown()  # a background save ends before the process, as at a usual exit
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _be_child(request, stdout, stderr):
@@ -169,6 +184,7 @@ def _be_child(request, stdout, stderr):
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
     launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})
+    ForkedRank.shuts_down = request["shuts_down"]
     if request["hook"] is not None:
         module, function, arguments = request["hook"]
         getattr(importlib.import_module(module), function)(**arguments)
@@ -261,8 +277,10 @@ def serve():
     import matplotlib.figure
     import rich.table
     import torch.distributed.checkpoint
+    import torch.utils.serialization
 
     import sppo.cli.app
+    import sppo.cli.train
     import sppo.config
     import sppo.training.devices.cpu_device
     import sppo.training.evaluation.evaluated_run

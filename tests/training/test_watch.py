@@ -11,8 +11,9 @@ from sppo.config import load_run
 from sppo.training.interruption import CorruptionError
 from sppo.training.state import TrainingState
 from sppo.training.trainer import StepLoop
-from sppo.training.watch.corruption import sum_of_bits
-from sppo.training.watch.usual import ElementShares, UsualFigure
+from sppo.training.watch import corruption
+from sppo.training.watch.corruption import sums_of_bits
+from sppo.training.watch.usual import ElementShares, UsualFigure, is_alone
 from tests.conftest import call
 from tests.training.jobs import losses, train_alone
 
@@ -74,15 +75,16 @@ def flips(monkeypatch):
 def test_a_step_stands_out_against_the_spread_of_the_last_ones():
     figure = UsualFigure()
     for step in range(32):
-        assert not figure.stands_out(100.0)  # too few to compare with
+        assert not figure.is_left_by(100.0)  # too few to compare with
         figure.add(8.0 + step % 5)
-    found = [figure.stands_out(value) for value in (6.5, 14.3, 6.3, 14.5)]
+    found = [figure.is_left_by(value) for value in (6.5, 14.3, 6.3, 14.5)]
     assert found == [False, False, True, True]
 
 
 def test_elements_that_are_often_large_have_their_own_history():
     shares = ElementShares()
     assert shares.standing_out({"norm": 0.1, "matrix": 0.044}) == ["norm"]
+    assert [is_alone(0.1, following) for following in (0.044, 0.049, 0.051)] == [True, True, False]
     for share in (0.1, 0.2, 0.15):
         shares.add({"norm": share, "matrix": 0.01})
     assert shares.standing_out({"norm": 0.26, "matrix": 0.046}) == ["matrix"]
@@ -92,12 +94,12 @@ def test_elements_that_are_often_large_have_their_own_history():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_bit_counts_in_the_sum(dtype):
     row = torch.randn(11).to(dtype)
-    before, bits = sum_of_bits(row), row.view(torch.uint8)
+    before, bits = sums_of_bits([row]), row.view(torch.uint8)
     for index in range(len(bits)):
         bits[index] ^= 1 << index % 8
-        assert sum_of_bits(row) != before
+        assert sums_of_bits([row]) != before
         bits[index] ^= 1 << index % 8
-    assert sum_of_bits(row) == before
+    assert sums_of_bits([row]) == before
 
 
 @pytest.mark.parametrize(
@@ -119,14 +121,25 @@ def test_a_flipped_bit_ends_the_run_before_the_update(work, run_file, flips, pla
     assert losses(work / "out") == losses(work / "sound")
 
 
-def test_ordinary_steps_are_computed_again_with_the_same_losses(work):
-    """One element of the small model's first gradient has over 4.5 % of the norm: it stands out."""
+def test_unusual_data_is_computed_again_and_taken_with_the_same_losses(work, monkeypatch):
+    monkeypatch.setattr(ElementShares, "standing_out", lambda _, shares: [*shares][-1:])
+    monkeypatch.setattr(corruption, "is_alone", lambda *_: True)
     screen = io.StringIO()
     run = load_run("run.yaml")
     train_alone(run, console=Console(file=screen, width=200))
-    assert "step 1: an element of " in screen.getvalue()
+    again = [line for line in screen.getvalue().splitlines() if "again, with the same" in line]
+    assert [line[:7] for line in again] == ["step 1:", "step 2:", "step 3:", "step 4:"]
     train_alone(run.with_values({"train.watch": False, "train.output": "unwatched"}))
     assert losses(work / "out") == losses(work / "unwatched")
+
+
+def test_an_ordinary_step_is_computed_once(work, run_file):
+    """Elements of the tiny model have over 4.5 % of the norm, but several of them."""
+    screen = io.StringIO()
+    run = load_run(run_file(train={"steps": 50}))
+    train_alone(run, console=Console(file=screen, width=200))
+    again = [line for line in screen.getvalue().splitlines() if "again, with the same" in line]
+    assert len(again) <= 1
 
 
 def test_the_command_ends_with_a_code_of_its_own(work, flips):

@@ -1,34 +1,33 @@
 """Watch for values that a device computed or kept wrong without any error (silent corruption).
 
-Weights change only in updates, so a sum over their bits after an update is the same before the
-next: any flipped bit shows. Gradients are judged by figures: the loss, the norm, this rank's part
-of it, and the largest element of each tensor. A step in which one stands out
-(:mod:`sppo.training.watch.usual`) is computed again from the same inputs. Equal figures mean that
-the data is unusual; others that a device computed wrong.
+Weights change only in updates, so the sum of their bits after an update is the same before the
+next: any flipped bit shows. Gradients are judged by the loss, the norm, what this rank adds to it,
+and the largest element of each tensor. A step in which one stands out
+(:mod:`sppo.training.watch.usual`) is computed again from the same inputs. The same loss and norm
+mean that the data is unusual; others that a device computed wrong.
 
-Not seen are optimizer states, weights that stay on host or disk, and wrong gradients that leave all
-figures as usual.
+Not seen are wrong optimizer states, wrong weights in host memory or on disk, and wrong gradients
+that leave all figures as usual.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from sppo.optim.gradient_norm import second_largest
 from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.training.interruption import CorruptionError
 from sppo.training.job import Job
 from sppo.training.state import TrainingState
-from sppo.training.watch.computed import Computed, StepSums
+from sppo.training.watch.computed import Computed
 from sppo.training.watch.nonfinite import first_of
-from sppo.training.watch.usual import EFFECT, ElementShares, UsualFigure
-
-_CONSEQUENCE = "no update was made with it, checkpoints are from before: replace that device"
+from sppo.training.watch.usual import EFFECT, ElementShares, UsualFigure, is_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +38,20 @@ class _Figures:
     norm: float
     """Norm of the gradients of all ranks."""
     largest: Mapping[str, float]
-    """Largest magnitude in each gradient that this rank updates, by global name."""
+    """Largest magnitude in each gradient that this rank updates."""
     added: Mapping[str, float]
-    """Norms of what this rank added to gradients, before any reduction, by key of its row."""
-
-    @property
-    def is_finite(self) -> bool:
-        """True if loss and norm are neither NaN nor infinite."""
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
+    """Norms of what this rank added to gradients, before any reduction, by key of the row."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Largest share of one element in the norm, by tensor."""
+        """Share of the largest element of each gradient in the norm."""
         return {name: most / self.norm for name, most in self.largest.items() if most}
 
     @property
-    def part(self) -> float:
-        """Norm of all that this rank added, as a share of the norm of all ranks."""
-        return math.hypot(*self.added.values()) / self.norm if self.norm else 0.0
-
-
-class _Told(NamedTuple):
-    """Findings of a rank after a second computation, for all others."""
-
-    stage: int
-    """Place of the rank in its pipeline."""
-    added: list[str]
-    """Rows to which it added other gradients than before."""
-    largest: list[str]
-    """Tensors whose reduced gradients on this rank are others than before."""
+    def watched(self) -> dict[str, float]:
+        """Figures that have a usual range, by name."""
+        part = math.hypot(*self.added.values()) / self.norm
+        return {"loss": self.loss, "gradient norm": self.norm, "a rank's part of the norm": part}
 
 
 class Watch:
@@ -83,9 +67,9 @@ class Watch:
         self._job, self._peers, self._state, self._say = job, job.peers, state, say
         # Equal inputs give equal bits on a CPU; some kernels of GPUs add in any order.
         self._tolerance = 0.0 if job.device.kind == "cpu" else EFFECT / 2
-        self._loss, self._norm, self._part = UsualFigure(), UsualFigure(), UsualFigure()
-        self._shares = ElementShares()
-        elsewhere = {*state.sharded.streamed_keys(state.tiers)}
+        self._usual: dict[str, UsualFigure] = {}
+        self._elements = ElementShares()
+        elsewhere = state.sharded.streamed_keys(state.tiers)
         rows = {key: row for key, row in state.weights.items() if key not in elsewhere}
         self._kept = {**rows, **state.choice_biases}
         self.note_weights()
@@ -94,7 +78,7 @@ class Watch:
 
     def note_weights(self) -> None:
         """Note the bits of the weights, which an update or a checkpoint has just written."""
-        self._sums = self._sums_of_bits()
+        self._sums = sums_of_bits(self._kept.values())
 
     def check_weights(self, step: int) -> None:
         """Check that the weights are what the last update wrote. Collective.
@@ -108,20 +92,13 @@ class Watch:
         """
         changed = self._changed_weights()
         if self._peers.any(bool(changed)):
-            self._fail_by_weights(step, changed)
-
-    def _sums_of_bits(self) -> Tensor:
-        sums = [sum_of_bits(row) for row in self._kept.values()]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+            told = enumerate(self._peers.all_gather(changed))
+            what = f"step {step}: weights changed without an update"
+            self._blame({rank: names for rank, names in told if names}, what)
 
     def _changed_weights(self) -> list[str]:
-        equal = (self._sums_of_bits() == self._sums).tolist()
+        equal = (sums_of_bits(self._kept.values()) == self._sums).tolist()
         return [key for key, is_equal in zip(self._kept, equal, strict=True) if not is_equal]
-
-    def _fail_by_weights(self, step: int, changed: list[str]) -> NoReturn:
-        told = self._peers.all_gather(changed)
-        what = f"step {step}: weights changed without an update"
-        self._blame({rank: f"{what}: {first_of(keys)}" for rank, keys in enumerate(told) if keys})
 
     # Steps
 
@@ -140,120 +117,110 @@ class Watch:
             PeerLostError: The same of another rank.
         """
         computed = compute()
-        figures, changed = self._figures(computed), self._changed_weights()
-        why = self._standing_out(figures) if computed.sums.num_valid else []
-        if self._peers.any(bool(changed or why)):
+        found, why = self._figures(computed), []
+        if computed.sums.num_valid:
+            why = self._standing_out(found, computed)
+        if self._peers.any(bool(why) or bool(self._changed_weights())):
             self.check_weights(step)
             told = [text for texts in self._peers.all_gather(why) for text in texts]
-            self._say(f"step {step}: {first_of(told)}: the step is computed again")
             self._state.engine.take_copies()  # a step records the copies of one computation
             computed = compute()
-            self._compare(step, figures, self._figures(computed))
-        self._add(figures, computed.sums)
+            self._compare(step, found, self._figures(computed))
+            self._say(f"step {step}: {first_of(told)}: computed again, with the same result")
+        if computed.sums.num_valid and math.isfinite(found.loss + found.norm) and found.norm:
+            self._elements.add(found.shares)
+            for name, value in found.watched.items():
+                self._usual.setdefault(name, UsualFigure()).add(value)
         return computed
 
     def _figures(self, computed: Computed) -> _Figures:
-        sums, added = computed.sums, self._state.sharded.added_norms
-        values = torch.stack([*added.values()]).tolist() if added else []
-        return _Figures(
-            sums.loss,
-            sums.norm,
-            largest=self._state.largest_elements(sums.gradients),
-            added=dict(zip(added, values, strict=True)),
-        )
+        sums, norms = computed.sums, self._state.sharded.added_norms
+        values = torch.stack([*norms.values()]).tolist() if norms else []
+        added = dict(zip(norms, values, strict=True))
+        largest = self._state.largest_elements(sums.gradients)
+        return _Figures(sums.loss, sums.norm, largest, added)
 
-    def _standing_out(self, figures: _Figures) -> list[str]:
+    def _standing_out(self, found: _Figures, computed: Computed) -> list[str]:
         """Return what stands out in the figures of a step, as text."""
-        if not figures.is_finite:
-            return [f"loss {figures.loss}, gradient norm {figures.norm}"]
-        shares = figures.shares
-        found = [
+        if not math.isfinite(found.loss + found.norm):
+            return [f"loss {found.loss}, gradient norm {found.norm}"]
+        shares = found.shares
+        return [
+            f"{name} {value:.4g}"
+            for name, value in (found.watched if found.norm else {}).items()
+            if name in self._usual and self._usual[name].is_left_by(value)
+        ] + [
             f"an element of {name} has {shares[name]:.0%} of the gradient norm"
-            for name in self._shares.standing_out(shares)
+            for name in self._elements.standing_out(shares)
+            if is_alone(shares[name], second_largest(computed.sums.gradients[name]) / found.norm)
         ]
-        if self._part.stands_out(figures.part):
-            found.append(f"a rank adds {figures.part:.2g} times the gradient norm")
-        if self._loss.stands_out(figures.loss):
-            found.append(f"loss {figures.loss:.4g}")
-        if self._norm.stands_out(figures.norm):
-            found.append(f"gradient norm {figures.norm:.4g}")
-        return found
-
-    def _add(self, figures: _Figures, sums: StepSums) -> None:
-        """Add the figures of a step to the history, unless it has no loss."""
-        if sums.num_valid and figures.is_finite:
-            self._loss.add(figures.loss)
-            self._norm.add(figures.norm)
-            self._part.add(figures.part)
-            self._shares.add(figures.shares)
 
     def _compare(self, step: int, first: _Figures, again: _Figures) -> None:
         """Blame a rank unless both computations of a step gave the same."""
         same_loss = self._are_same(first.loss, again.loss)
         if same_loss and self._are_same(first.norm, again.norm):
             return
-        told = self._peers.all_gather(
-            _Told(
-                self._job.mesh.at.pipeline,
-                self._different(first.added, again.added),
-                self._different(first.largest, again.largest),
-            )
-        )
+        added = self._different(first.added, again.added)
+        largest = self._different(first.largest, again.largest)
+        told = self._peers.all_gather((self._job.mesh.at.pipeline, added, largest))
         what = (
             f"step {step}: loss {first.loss} and gradient norm {first.norm} became {again.loss} "
             f"and {again.norm} when computed again from the same inputs"
         )
-        names = blamed_ranks(told, is_of_backward=same_loss)
-        self._blame(
-            {rank: f"{what}: {first_of(found)}" if found else what for rank, found in names.items()}
-        )
+        self._blame(blamed_ranks(told, is_of_backward=same_loss), what)
 
     def _different(self, first: Mapping[str, float], again: Mapping[str, float]) -> list[str]:
-        return [name for name in first if not self._are_same(first[name], again[name])]
+        return [name for name, value in first.items() if not self._are_same(value, again[name])]
 
     def _are_same(self, one: float, other: float) -> bool:
-        if math.isfinite(one) and math.isfinite(other):
+        if math.isfinite(one + other):
             return math.isclose(one, other, rel_tol=self._tolerance)
         return repr(one) == repr(other)
 
-    def _blame(self, texts: Mapping[int, str]) -> NoReturn:
-        """Raise an error on every rank that says which rank has wrong values.
+    def _blame(self, ranks: Mapping[int, Sequence[str]], what: str) -> NoReturn:
+        """Raise an error on every rank that says which ranks may have wrong values, and of what."""
+        numbers = ", ".join(map(str, ranks))
+        who = f"rank {numbers}" if len(ranks) == 1 else f"one of ranks {numbers}"
+        text = f"{who} computed or kept wrong values"
+        names = ranks.get(self._peers.rank)
+        if names is None:
+            raise PeerLostError(text)
+        of = f": {first_of(names)}" if names else ""
+        raise CorruptionError(
+            f"{text}: {what}{of}; no update was made with it, checkpoints are from before: replace "
+            "that device"
+        )
 
-        Args:
-            texts: What is wrong, by rank that may be to blame.
-        """
-        ranks = ", ".join(map(str, texts))
-        who = f"rank {ranks}" if len(texts) == 1 else f"one of ranks {ranks}"
-        own = texts.get(self._peers.rank)
-        if own is not None:
-            raise CorruptionError(f"{who} computed or kept wrong values: {own}; {_CONSEQUENCE}")
-        raise PeerLostError(f"{who} computed or kept wrong values")
 
-
-def blamed_ranks(told: Sequence[_Told], *, is_of_backward: bool) -> dict[int, list[str]]:
+def blamed_ranks(
+    told: Sequence[tuple[int, Sequence[str], Sequence[str]]], *, is_of_backward: bool
+) -> dict[int, Sequence[str]]:
     """Return the ranks that may have computed wrong, with the names of their gradients.
 
-    A rank is told by what it added to gradients before these were summed over ranks. If no rank
-    added anything else, the sum itself went wrong. Wrong gradients of activations go from a stage
-    to those before it, so the last stage of those with other gradients is to blame; a wrong forward
-    changes all stages, and leaves all of them.
+    Wrong gradients of activations go from a stage to those before it, so the last stage of those
+    that added other gradients is to blame. A wrong forward changes what all stages add. If no rank
+    added anything else, the sum over ranks went wrong, or was kept wrong.
 
     Args:
-        told: Findings of each rank.
+        told: Stage of each rank, the rows to which it added other gradients than before, and the
+            tensors of which its sums over ranks are others.
         is_of_backward: Whether the loss was the same.
     """
-    found = {rank: one.added for rank, one in enumerate(told) if one.added}
-    if found and is_of_backward:
-        last = max(told[rank].stage for rank in found)
-        return {rank: names for rank, names in found.items() if told[rank].stage == last}
-    summed = {rank: one.largest for rank, one in enumerate(told) if one.largest}
+    found = {rank: added for rank, (_, added, _) in enumerate(told) if added}
+    if is_of_backward:
+        last = max((told[rank][0] for rank in found), default=0)
+        found = {rank: names for rank, names in found.items() if told[rank][0] == last}
+    summed = {rank: names for rank, (_, _, names) in enumerate(told) if names}
     return found or summed or {rank: [] for rank in range(len(told))}
 
 
-def sum_of_bits(row: Tensor) -> Tensor:
-    """Return the sum of a flat row's bits as 64-bit words, modulo 2^64, without temporaries.
+def sums_of_bits(rows: Iterable[Tensor]) -> Tensor:
+    """Return for each flat row the sum of its bits as 64-bit words, modulo 2^64, as int64.
 
-    Any one bit changes it by a power of two.
+    Any one bit changes it by a power of two. Needs no temporary memory.
     """
-    whole = row.nbytes // 8 * 8 // row.element_size()
-    return row[:whole].view(torch.int64).sum() + row[whole:].view(torch.uint8).sum()
+    sums = [torch.zeros((), dtype=torch.int64)]
+    for row in rows:
+        whole = row.nbytes // 8 * 8 // row.element_size()
+        sums.append(row[:whole].view(torch.int64).sum() + row[whole:].view(torch.uint8).sum())
+    return torch.stack(sums[1:] or sums[:0])

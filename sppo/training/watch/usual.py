@@ -23,12 +23,17 @@ elements of norm n, makes the norm sqrt(n^2 + a^2), which is n (1 + EFFECT) at a
 
 
 def stands_out(value: float, usual: Sequence[float]) -> bool:
-    """Return whether a figure is more than twice as far from the median as any of ``usual``.
-
-    None is negative.
-    """
+    """Return whether a figure, none of which is negative, stands out against ``usual``."""
     middle = median(usual)
     return value * middle > max(usual) ** 2 or value * middle < min(usual) ** 2
+
+
+def is_alone(share: float, next_share: float) -> bool:
+    """Return whether an element with a large share differs from the next of its tensor.
+
+    One wrong element does; where the data makes large elements, there are several.
+    """
+    return next_share <= ELEMENT_SHARE or share > 2 * next_share
 
 
 class UsualFigure:
@@ -41,7 +46,7 @@ class UsualFigure:
         """Add the value of a step that was taken."""
         self._last.append(value)
 
-    def stands_out(self, value: float) -> bool:
+    def is_left_by(self, value: float) -> bool:
         """Return whether a value stands out; False while there are too few to compare with."""
         return len(self._last) >= _LEAST and stands_out(value, self._last)
 
@@ -62,9 +67,10 @@ class ElementShares:
 
     def standing_out(self, shares: Mapping[str, float]) -> list[str]:
         """Return the names of the tensors whose largest share stands out."""
-        large = [name for name, share in shares.items() if share > ELEMENT_SHARE]
-        return [name for name in large if self._stands_out(name, shares[name])]
-
-    def _stands_out(self, name: str, share: float) -> bool:
-        usual = [step[name] for step in self._last if name in step]
-        return not usual or stands_out(share, usual)
+        found = []
+        for name, share in shares.items():
+            if share > ELEMENT_SHARE:
+                usual = [step[name] for step in self._last if name in step]
+                if not usual or stands_out(share, usual):
+                    found.append(name)
+        return found

@@ -1,0 +1,277 @@
+"""Main results in one table: each a sentence whose figures come from a report in docs/results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sppo.units import format_bytes, format_duration
+
+Report = Mapping[str, Any]
+
+
+class Claim(NamedTuple):
+    """Result and how it was obtained."""
+
+    report: str
+    """Name of the report, without ``.json``."""
+    kind: str
+    """How the figures were obtained: "measured" or "simulated"."""
+    command: str
+    """Command that makes such a report today."""
+    text: Callable[[Report], str]
+    """Function that returns the sentence, given the report."""
+    machine: str = ""
+    """Machine that the figures are of; empty if the report names it."""
+
+
+HEADINGS = ("result", "kind", "machine, date", "made by, figures")
+
+
+def rows(report_of: Callable[[str], Report]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each claim, given the function that reads a report."""
+    for claim in CLAIMS:
+        report = report_of(claim.report)
+        machine = claim.machine or report.get("machine") or report["device"]
+        date = report.get("date") or max(case["date"] for case in report["cases"])
+        yield (
+            claim.text(report),
+            f"*{claim.kind}*",
+            f"{machine.partition(' torch ')[0]}, {date}",
+            f"`{claim.command}` ([figures](results/{claim.report}.json))",
+        )
+
+
+def _long_on_a_gpu(report: Report) -> str:
+    (case,) = report["training"]["cases"]
+    run, memory = case["runs"]["hybrid"], case["runs"]["hybrid"]["memory_bytes"]["all"]
+    return (
+        f"Llama-3.2-1B trains on 128Ki tokens in {format_duration(run['step_s'])} a step and "
+        f"{format_bytes(memory['measured'])}. Predicted from the machine's rates: "
+        f"{format_duration(run['predicted_step_s'])}, {format_bytes(memory['predicted'])}."
+    )
+
+
+def _offloading_on_a_gpu(report: Report) -> str:
+    times, (other,) = report["training"]["times"][0], report["training"]["transformers"]
+    time = times["step_s"]["offload_all"] / other["step_s"]
+    memory = times["device_peak_bytes"]["offload_all"] / other["device_peak_bytes"]
+    return (
+        f"Offloading all saved activations of 32Ki tokens takes {time:.2f}x the time and "
+        f"{memory:.2f}x the memory of transformers with gradient checkpointing."
+    )
+
+
+def _experts_and_windows(report: Report) -> str:
+    runs = [run for case in report["cases"] for run in case["runs"].values()]
+    steps = [run["predicted_step_s"] / run["step_s"] - 1 for run in runs]
+    memory = [run["memory_bytes"]["all"] for run in runs]
+    off = max(abs(one["predicted"] / one["measured"] - 1) for one in memory)
+    return (
+        "A few layers of Qwen3-30B-A3B, gpt-oss-20b and Gemma-3-4B, and Llama-3.2-1B: steps are "
+        f"predicted {-min(steps):.0%} too fast to {max(steps):.0%} too slow, memory within "
+        f"{off:.1%}."
+    )
+
+
+def _beside_transformers(report: Report) -> str:
+    ours, theirs = _of_length(report, 32 * 1024)
+    return (
+        f"At 32Ki tokens a step takes {ours['step_s'] / theirs['step_s']:.2f}x the time and "
+        f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}x the memory of transformers with gradient "
+        "checkpointing (one step of each)."
+    )
+
+
+def _disk(report: Report) -> str:
+    return (
+        f"Offloading all saved activations to a disk takes {report['step_ratio']:.3f}x the time and "
+        f"{report['peak_ratio']:.2f}x the memory of retaining them, at 32Ki tokens."
+    )
+
+
+def _stages_on_a_disk(report: Report) -> str:
+    one, many, _ = _of_length(report, 64 * 1024)
+    return (
+        f"With a stage for every layer and a disk, 64Ki tokens train in "
+        f"{format_bytes(many['peak_bytes'])}: {many['peak_bytes'] / one['peak_bytes']:.2f}x the "
+        f"memory and {many['step_s'] / one['step_s']:.2f}x the time of one stage."
+    )
+
+
+def _hybrid(report: Report) -> str:
+    full, hybrid = _of_length(report, 64 * 1024)
+    return (
+        "A hybrid with three linear layers of four takes "
+        f"{hybrid['step_s'] / full['step_s']:.2f}x the time and "
+        f"{hybrid['tensors_peak_bytes'] / full['tensors_peak_bytes']:.2f}x the memory of attention "
+        "everywhere, at 64Ki tokens."
+    )
+
+
+def _of_length(report: Report, tokens: int) -> list[Report]:
+    return [one for one in report["measurements"] if one["length_tokens"] == tokens]
+
+
+def _two_ranks(report: Report) -> str:
+    cases = {case["sequences"]: case for case in report["cases"]}
+    return (
+        f"Two pipeline ranks process {cases[4]['speedup']:.2f}x (four sequences of 16Ki tokens) to "
+        f"{cases[2]['speedup']:.2f}x (two) the tokens per second of 1F1B in "
+        "torch.distributed.pipelining."
+    )
+
+
+def _multiplexed(report: Report) -> str:
+    return (
+        "Multiplexed sequence partitioning shortens a step of two ranks to "
+        f"{report['on_over_off']:.2f}x; {report['ideal']:.2f}x would be ideal."
+    )
+
+
+def _documents(report: Report) -> str:
+    planned, stream = (report["measured"][name] for name in ("elastic_auto", "stream"))
+    fixed = planned["over_fixed"]
+    return (
+        f"Planned steps of 32 documents process {fixed:.2f}x the tokens per second of fixed chunks "
+        f"and {fixed / stream['over_fixed']:.2f}x of rows of the stream, on two ranks."
+    )
+
+
+def _infinipipe(report: Report) -> str:
+    cases = [case["sides"] for case in report["cases"] if case["layout"] == "paper"]
+    gains = [one["elastic"]["tokens_per_s"] / one["fixed"]["tokens_per_s"] for one in cases]
+    return (
+        f"On InfiniPipe's machine, with its degrees, planned steps of documents process "
+        f"{min(gains):.2f}x to {max(gains):.2f}x the tokens per second of Seq1F1B with fixed chunks."
+    )
+
+
+def _predictions(report: Report) -> str:
+    errors = []
+    for case in report["cases"]:
+        phases = case["phases_s"].values()
+        predicted = sum(phase["predicted"] for phase in phases)
+        errors.append(abs(predicted / sum(phase["measured"] for phase in phases) - 1))
+    return (
+        f"Steps of {len(errors)} random runs were predicted {statistics.median(errors):.1%} off in "
+        f"the median and {max(errors):.1%} at worst, after `sppo bench`, on a machine that changes "
+        "its speed."
+    )
+
+
+def _solver(report: Report) -> str:
+    seconds = [request["processor_s"] for request in report["requests"]]
+    return (
+        f"`sppo solve` takes {min(seconds):.1f} to {max(seconds):.1f} s of one core for requests "
+        "with 8 to 1024 GPUs and 1Mi or 4Mi tokens."
+    )
+
+
+def _adapters(report: Report) -> str:
+    keeps, retains = (row["ratios"] for row in report["rows"])
+    return (
+        f"Adapters of rank 16 take {keeps['peak_bytes']:.2f}x the memory of training all weights "
+        f"with `keep_attention`, {retains['peak_bytes']:.2f}x with `retain`, at 16Ki tokens."
+    )
+
+
+def _models(report: Report) -> str:
+    def fitting(devices: int) -> tuple[int, int]:
+        found = [r for r in report["rows"] if r["devices"] == devices and r["tokens"] == "1Mi"]
+        return sum(row["feasible"] for row in found), len(found)
+
+    (node, models), (nodes, _) = fitting(8), fitting(64)
+    return (
+        f"Of {models} models of 3B to 235B parameters, {node} fit with all weights trained on 1Mi "
+        f"tokens on one node, and {nodes} on eight ([table](results/models.md))."
+    )
+
+
+def _lead(report: Report) -> str:
+    at = {row["tokens"]: row for row in report["rows"]}
+    leads = [
+        f"{row['plans']['published']['tokens_per_s'] / row['measured'][row['best']]:.2f}x"
+        for row in (at["512Ki"], at["1Mi"], at["5Mi"])
+    ]
+    return (
+        f"Llama-3.1-8B is planned at {leads[0]} the best measured speed of others at 512Ki tokens, "
+        f"{leads[1]} at 1Mi and {leads[2]} at 5Mi ([comparison](comparison.md))."
+    )
+
+
+_CPU = "python -m experiments.cpu"
+_GPU_CHECK = "bash scripts/gpu_check.sh"
+CLAIMS: Iterable[Claim] = (
+    Claim("gpu_h100_128Ki", "measured", _GPU_CHECK, _long_on_a_gpu),
+    Claim("gpu_h100", "measured", _GPU_CHECK, _offloading_on_a_gpu),
+    Claim("gpu_h100_models", "measured", _GPU_CHECK, _experts_and_windows),
+    Claim(
+        "compare_cpu_growth",
+        "measured",
+        f'{_CPU} --lengths 32Ki --steps 0 --sides "sppo keep_attention,transformers checkpointing"',
+        _beside_transformers,
+    ),
+    Claim(
+        "offload_cpu",
+        "measured",
+        f'{_CPU} --lengths 32Ki --steps 3 --sides "sppo retain,sppo disk" --disk DIR',
+        _disk,
+    ),
+    Claim(
+        "compare_looped_disk_64Ki",
+        "measured",
+        f'{_CPU} --lengths 64Ki --steps 0 --sides "sppo disk,sppo looped disk" --disk DIR',
+        _stages_on_a_disk,
+    ),
+    Claim(
+        "compare_hybrids",
+        "measured",
+        f'{_CPU} --lengths 64Ki --steps 0 --sides "sppo attention everywhere,sppo hybrid"',
+        _hybrid,
+    ),
+    Claim(
+        "compare_pipelining_16Ki",
+        "measured",
+        "python -m experiments.pipelining --length 16Ki --subsequences 8 --sequences 2,4",
+        _two_ranks,
+    ),
+    Claim(
+        "compare_msp",
+        "measured",
+        "python -m experiments.orders --length 8Ki",
+        _multiplexed,
+    ),
+    Claim(
+        "compare_elastic_32",
+        "measured",
+        "python -m experiments.packings --samples 32 --hardware FILE",
+        _documents,
+    ),
+    Claim(
+        "check_prediction_random",
+        "measured",
+        "sppo bench; sppo train RUN.yaml",
+        _predictions,
+    ),
+    Claim(
+        "trained_adapters",
+        "measured",
+        "python -m experiments.trained_adapters --length 16Ki",
+        _adapters,
+    ),
+    Claim("solve_seconds", "measured", "sppo solve RUN.yaml", _solver),
+    Claim("planned_peers", "simulated", "python -m experiments.peers", _lead, "8 H100"),
+    Claim(
+        "planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"
+    ),
+    Claim(
+        "compare_infinipipe",
+        "simulated",
+        "sppo solve RUN.yaml data.samples=documents",
+        _infinipipe,
+        "32 A800-40GB",
+    ),
+)
+"""Results of the page, measured ones first."""
