@@ -516,19 +516,9 @@ def degree_problems(
 
 def _share_problem(run: RunConfig, *, replicas: int, samples: int | None) -> str | None:
     """Return the reason why replicas cannot share a step, and what to change; None if they can."""
-    train, zero = run.train, run.parallel.zero
-    if run.data.samples != "documents":
-        if train.sequences_per_step % replicas == 0:
-            return None
-        return (
-            f"train.sequences_per_step {train.sequences_per_step} cannot be divided evenly; make "
-            "it a multiple"
-        )
-    if zero >= _SHARDED_GRADIENTS and replicas > 1:
-        return (
-            f"parallel.zero={zero} shards gradients over replicas, and those of "
-            "data.samples=documents run programs of their own; use parallel.zero=1"
-        )
+    sequences = run.train.sequences_per_step
+    if run.data.samples != "documents" and sequences % replicas:
+        return f"train.sequences_per_step {sequences} cannot be divided evenly; make it a multiple"
     if samples is not None and replicas > samples:
         return f"a step may have only {counted(samples, 'sample')}, and every replica needs one"
     return None
