@@ -20,7 +20,7 @@ LiveSet = tuple[str, int]
 """Name of a point of a pass, and bytes of the tensors that are live at this point."""
 
 LEAST_POOLED_BYTES = 128 << 10
-"""Smallest tensor of the memory pool of a CPU, as in :mod:`sppo.kernels.native.cpu_allocator`."""
+"""Smallest tensor of the memory pool of a CPU; the C heap handles smaller ones well."""
 
 
 class TensorSizes:
