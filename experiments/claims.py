@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sppo.units import format_bytes, format_duration
@@ -34,13 +34,17 @@ def rows(report_of: Callable[[str], Report]) -> Iterator[tuple[str, ...]]:
     for claim in CLAIMS:
         report = report_of(claim.report)
         machine = claim.machine or report.get("machine") or report["device"]
-        date = report.get("date") or max(case["date"] for case in report["cases"])
         yield (
             claim.text(report),
             f"*{claim.kind}*",
-            f"{machine.partition(' torch ')[0]}, {date}",
+            f"{_short(machine)}, {report['date']}",
             f"`{claim.command}` ([figures](results/{claim.report}.json))",
         )
+
+
+def _short(machine: str) -> str:
+    """Return the name of a machine without versions and what else it was doing."""
+    return machine.partition(" torch ")[0].partition(", other ")[0].partition(" (preset ")[0]
 
 
 def _long_on_a_gpu(report: Report) -> str:
@@ -78,16 +82,17 @@ def _experts_and_windows(report: Report) -> str:
 def _beside_transformers(report: Report) -> str:
     ours, theirs = _of_length(report, 32 * 1024)
     return (
-        f"At 32Ki tokens a step takes {ours['step_s'] / theirs['step_s']:.2f}x the time and "
-        f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}x the memory of transformers with gradient "
-        "checkpointing (one step of each)."
+        "A Llama shape of 6 layers takes, at 32Ki tokens, "
+        f"{ours['step_s'] / theirs['step_s']:.2f}x the time and "
+        f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}x the memory of transformers with "
+        "gradient checkpointing (one step of each)."
     )
 
 
 def _disk(report: Report) -> str:
     return (
-        f"Offloading all saved activations to a disk takes {report['step_ratio']:.3f}x the time and "
-        f"{report['peak_ratio']:.2f}x the memory of retaining them, at 32Ki tokens."
+        f"Offloading all saved activations to a disk takes {report['step_ratio']:.3f}x the time "
+        f"and {report['peak_ratio']:.2f}x the memory of retaining them, at 32Ki tokens."
     )
 
 
@@ -123,28 +128,19 @@ def _two_ranks(report: Report) -> str:
     )
 
 
-def _multiplexed(report: Report) -> str:
-    return (
-        "Multiplexed sequence partitioning shortens a step of two ranks to "
-        f"{report['on_over_off']:.2f}x; {report['ideal']:.2f}x would be ideal."
-    )
-
-
 def _documents(report: Report) -> str:
-    planned, stream = (report["measured"][name] for name in ("elastic_auto", "stream"))
-    fixed = planned["over_fixed"]
-    return (
-        f"Planned steps of 32 documents process {fixed:.2f}x the tokens per second of fixed chunks "
-        f"and {fixed / stream['over_fixed']:.2f}x of rows of the stream, on two ranks."
-    )
+    sides = {
+        name: [sum(steps) for steps in zip(*report["measured"][name]["all_step_s"], strict=True)]
+        for name in ("fixed", "stream", "elastic_auto")
+    }
 
+    def gain(name: str) -> float:
+        turns = zip(sides[name], sides["elastic_auto"], strict=True)
+        return statistics.median(other / planned for other, planned in turns)
 
-def _infinipipe(report: Report) -> str:
-    cases = [case["sides"] for case in report["cases"] if case["layout"] == "paper"]
-    gains = [one["elastic"]["tokens_per_s"] / one["fixed"]["tokens_per_s"] for one in cases]
     return (
-        f"On InfiniPipe's machine, with its degrees, planned steps of documents process "
-        f"{min(gains):.2f}x to {max(gains):.2f}x the tokens per second of Seq1F1B with fixed chunks."
+        f"Planned steps of 32 documents process {gain('fixed'):.2f}x the tokens per second of "
+        f"fixed chunks and {gain('stream'):.2f}x of rows of the stream, on two ranks."
     )
 
 
@@ -165,7 +161,7 @@ def _solver(report: Report) -> str:
     seconds = [request["processor_s"] for request in report["requests"]]
     return (
         f"`sppo solve` takes {min(seconds):.1f} to {max(seconds):.1f} s of one core for requests "
-        "with 8 to 1024 GPUs and 1Mi or 4Mi tokens."
+        "with 8 to 1024 GPUs and 1Mi or 4Mi tokens, while other programs use the cores."
     )
 
 
@@ -189,6 +185,33 @@ def _models(report: Report) -> str:
     )
 
 
+def _restarts(report: Report) -> str:
+    seconds = report["median_s"]
+    parts = ", ".join(f"{name} {took:.1f}" for name, took in seconds.items() if name != "in all")
+    return (
+        "With `train.restarts` a small run of two ranks is at its next good step "
+        f"{seconds['in all']:.0f} s after one rank is killed (seconds until {parts})."
+    )
+
+
+def _effective_time(report: Report) -> str:
+    rows = [row for row in report["rows"] if row["rate"] == report["rows"][0]["rate"]]
+    few, many = (min(rows, key=_devices), max(rows, key=_devices))
+    automatic, fixed = (
+        [f"{row['every'][every]['effective']:.1%}" for row in (few, many)]
+        for every in ("auto", "100")
+    )
+    return (
+        f"With `checkpoint.every: auto`, {automatic[0]} of the time of {few['devices']} GPUs and "
+        f"{automatic[1]} of {many['devices']} GPUs trains, at the rate of faults of Llama 3; with "
+        f"a checkpoint every 100 steps {fixed[0]} and {fixed[1]}."
+    )
+
+
+def _devices(row: Mapping[str, Any]) -> int:
+    return int(row["devices"])
+
+
 def _lead(report: Report) -> str:
     at = {row["tokens"]: row for row in report["rows"]}
     leads = [
@@ -203,7 +226,7 @@ def _lead(report: Report) -> str:
 
 _CPU = "python -m experiments.cpu"
 _GPU_CHECK = "bash scripts/gpu_check.sh"
-CLAIMS: Iterable[Claim] = (
+CLAIMS: tuple[Claim, ...] = (
     Claim("gpu_h100_128Ki", "measured", _GPU_CHECK, _long_on_a_gpu),
     Claim("gpu_h100", "measured", _GPU_CHECK, _offloading_on_a_gpu),
     Claim("gpu_h100_models", "measured", _GPU_CHECK, _experts_and_windows),
@@ -238,12 +261,6 @@ CLAIMS: Iterable[Claim] = (
         _two_ranks,
     ),
     Claim(
-        "compare_msp",
-        "measured",
-        "python -m experiments.orders --length 8Ki",
-        _multiplexed,
-    ),
-    Claim(
         "compare_elastic_32",
         "measured",
         "python -m experiments.packings --samples 32 --hardware FILE",
@@ -261,17 +278,16 @@ CLAIMS: Iterable[Claim] = (
         "python -m experiments.trained_adapters --length 16Ki",
         _adapters,
     ),
+    Claim("restart_seconds", "measured", "python -m experiments.faults --table restart", _restarts),
     Claim("solve_seconds", "measured", "sppo solve RUN.yaml", _solver),
     Claim("planned_peers", "simulated", "python -m experiments.peers", _lead, "8 H100"),
+    Claim("planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"),
     Claim(
-        "planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"
-    ),
-    Claim(
-        "compare_infinipipe",
+        "effective_time",
         "simulated",
-        "sppo solve RUN.yaml data.samples=documents",
-        _infinipipe,
-        "32 A800-40GB",
+        "python -m experiments.faults --table effective",
+        _effective_time,
+        "H100, 8 to 16 384",
     ),
 )
 """Results of the page, measured ones first."""

@@ -80,7 +80,11 @@ def main() -> None:
         "--lengths", type=harness.several(harness.positive), default=[16384], help="by commas"
     )
     parser.add_argument(
-        "--steps", type=int, default=5, help="measured, of each side; 0 times the first one"
+        "--steps",
+        type=int,
+        default=5,
+        help="measured, of each side; 0 measures the first one, whose forwards run before the "
+        "gradients of K and V have memory",
     )
     parser.add_argument("--threads", type=harness.positive, default=os.cpu_count() or 1)
     parser.add_argument(

@@ -34,14 +34,14 @@ def rows(*, gpu_128k: Report, gpu_32k: Report, cpu: Report) -> Iterator[Row]:
         f"one H100, {_GPU_MODEL}, 32Ki tokens, all activations offloaded",
         format_duration(short["step_s"]["offload_all"]),
         format_bytes(short["device_peak_bytes"]["offload_all"]),
-        f"transformers: {_figures(other['step_s'], other['device_peak_bytes'])}",
+        f"transformers, checkpointing: {_figures(other['step_s'], other['device_peak_bytes'])}",
     )
     ours, theirs = (m for m in cpu["measurements"] if m["length_tokens"] == 32 * 1024)
     yield (
         "two CPU cores, 6 layers of width 512, 32Ki tokens",
         format_duration(ours["step_s"]),
         format_bytes(ours["peak_bytes"]),
-        f"transformers: {_figures(theirs['step_s'], theirs['peak_bytes'])}",
+        f"transformers, checkpointing: {_figures(theirs['step_s'], theirs['peak_bytes'])}",
     )
 
 
@@ -64,9 +64,10 @@ def lead(peers: Report) -> str:
     ]
     no_faster = [row["tokens"] for row in peers["rows"] if not _leads_with_our_rates(row)]
     return (
-        f"Both priced by that model, SPPO is {min(leads):.2f} to {max(leads):.2f} times as fast as "
-        f"Ulysses from {priced[0]['tokens']} to {priced[-1]['tokens']} tokens. With the rates of "
-        f"our H100 it is no faster than the best at {' and '.join(no_faster)}."
+        f"If their Ulysses, too, is priced by that model, SPPO is {min(leads):.2f} to "
+        f"{max(leads):.2f} times as fast from {priced[0]['tokens']} to {priced[-1]['tokens']} "
+        f"tokens. With the rates of our H100 it is no faster than the best at "
+        f"{' and '.join(no_faster)}."
     )
 
 

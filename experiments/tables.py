@@ -12,79 +12,16 @@ A page asks for a table with two comments, between which it is written::
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from experiments import claims, first_screen, harness, models
+from experiments import claims, comparison, first_screen, harness, models, restart_seconds
+from experiments.reports import markdown, report
 from sppo.output_file import write_text
-from sppo.units import format_bytes
 
-RESULTS = harness.ROOT / "docs/results"
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-
-
-@cache
-def report(name: str) -> dict[str, Any]:
-    """Return the report ``docs/results/NAME.json``."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
-
-
-def peers() -> str:
-    """Return tokens per second and device of one node: others measured, SPPO planned."""
-    rows = []
-    for row in report("planned_peers")["rows"]:
-        plan, own_rates = row["plans"]["published"], row["plans"]["measured"]
-        rows.append(
-            (
-                row["tokens"],
-                f"{row['measured'][row['best']]} ({row['best']})",
-                f"{plan['tokens_per_s']:.0f}",
-                f"{own_rates['tokens_per_s']:.0f}",
-                format_bytes(plan["node_host_peak_bytes"]),
-                "" if row["ulysses_priced"] is None else _error(row["ulysses_priced"]),
-            )
-        )
-    headings = (
-        "tokens",
-        "others, *measured*",
-        "SPPO, *simulated*",
-        "with rates of our H100",
-        "host memory a node",
-        "cost model on their Ulysses",
-    )
-    return markdown(headings, rows)
-
-
-def _error(predicted_over_measured: float) -> str:
-    """Return by how much a prediction is too fast or too slow."""
-    error = round(100 * (predicted_over_measured - 1))
-    return f"{abs(error)} % too {'slow' if error > 0 else 'fast'}"
-
-
-def ours_and_published() -> str:
-    """Return steps and memory that others measured beside those of the cost model."""
-    rows = []
-    for row in report("compare_published")["configurations"]:
-        memory, ratio = row["measured_bytes"], row["memory_ratio"]
-        rows.append(
-            (
-                row["name"],
-                f"{row['measured_s']:.4g}",
-                f"{row['predicted_s']:.4g}",
-                f"{row['time_ratio']:.2f}",
-                "" if memory is None else f"{memory / 2**30:.1f}",
-                f"{row['predicted_bytes'] / 2**30:.1f}",
-                "" if ratio is None else f"{ratio:.2f}",
-            )
-        )
-    headings = "", "step, s", "predicted", "ratio", "memory, GiB", "predicted", "ratio"
-    return markdown(headings, rows)
 
 
 def measured() -> str:
@@ -99,21 +36,18 @@ def measured() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "claims": lambda: markdown(claims.HEADINGS, claims.rows(report)),
-    "peers": peers,
+    "peers": comparison.peers,
     "lead": lambda: first_screen.lead(report("planned_peers")),
     "measured": measured,
-    "published": ours_and_published,
+    "others": comparison.measured_by_others,
+    "methods": comparison.methods,
+    "published": comparison.ours_and_published,
+    "paper": comparison.paper,
+    "restart": lambda: markdown(*restart_seconds.median_row(report("restart_seconds"))),
     "models": lambda: models.markdown(report("planned_models")["rows"]),
     "hybrids": lambda: models.markdown(report("planned_hybrids")["rows"]),
 }
 """Function that makes each table, by the name by which pages ask for it."""
-
-
-def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table in Markdown."""
-    names = list(headings)
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def with_tables(text: str) -> str:

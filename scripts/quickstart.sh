@@ -41,4 +41,4 @@ echo
 echo "loss plot          $PWD/runs/tiny_cpu/loss.png"
 echo "loss by position   $PWD/loss_by_position.png"
 echo "summary            $PWD/runs/tiny_cpu/run_summary.json"
-echo "next               $sppo --help, README.md"
+echo "next               docs/tutorials/laptop.md, $sppo --help"

@@ -323,8 +323,8 @@ def exit_codes_page() -> str:
         "Of a job of several ranks it is that of the rank that broke it. Errors go to standard "
         "error, as one message that names the value, the rule and the fix. The first SIGINT or "
         "SIGTERM saves before a training ends; a second one ends it unsaved, once the "
-        "operation under way returns. [When a run fails](../howto/failures.md) has the "
-        "messages.",
+        "operation under way returns. [Failures, restarts and resuming](../howto/resume.md) "
+        "says after which of them a run goes on.",
     )
 
 

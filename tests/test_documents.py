@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,15 +33,11 @@ SHORTER = {
     "sppo train configs/run/tutorial.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",
     "sppo train short.yaml": " train.steps=2 train.sequences_per_step=1",
-    "sppo train long.yaml": f" {STRETCHED} train.steps=2 train.sequences_per_step=1",
     "sppo train stage2.yaml": f" {STRETCHED}",
     "sppo train base.yaml": " train.steps=2",
     **dict.fromkeys(("sppo train lora.yaml", "sppo solve lora.yaml"), f" {SHORT} train.steps=2"),
-    **dict.fromkeys(
-        ("sppo train 1k.yaml", "sppo train 4k.yaml", "sppo train 8k.yaml"), " train.steps=2"
-    ),
-    **dict.fromkeys(("sppo eval 1k.yaml --length", "sppo eval 8k.yaml --png"), " --sequences 1"),
-    "sppo eval long.yaml": f" {STRETCHED} --sequences 1",
+    **dict.fromkeys(("sppo train 4k.yaml", "sppo train 8k.yaml"), " train.steps=2"),
+    **dict.fromkeys(("sppo eval 8k.yaml --initial", "sppo eval 8k.yaml --png"), " --sequences 1"),
 }
 """Arguments appended to a command that takes minutes."""
 FIRST_PARTS = 2
@@ -94,12 +92,28 @@ def test_code_of_a_page(page: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 
 
-def test_the_first_gpu_run_shows_what_solve_prints() -> None:
-    run, shown = blocks(ROOT / "docs/tutorials/first_gpu_run.md")[:2]
-    words = run.text.partition(" -o ")[0].split()[1:]
+def shown_plans() -> Iterator[tuple[str, str]]:
+    """Yield each command that plans and is followed by lines of what it prints."""
+    for page in pages():
+        found = blocks(page)
+        for run, shown in pairwise(found):
+            planning = run.text.startswith(("sppo solve", "sppo estimate"))
+            if planning and run.language == "bash" and shown.language == "text":
+                yield run.text.partition(" -o ")[0], shown.text
+
+
+SHOWN = list(shown_plans())
+
+
+@pytest.mark.parametrize("plan", default_of(SHOWN, SHOWN[0]))
+def test_plans_that_pages_show_are_those_that_are_printed(plan: tuple[str, str]) -> None:
+    command, shown = plan
     done = subprocess.run(
-        [sys.executable, "-m", "sppo", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
-    assert shown.language == "text"
-    assert {" ".join(line.split()) for line in shown.text.splitlines()} <= printed, done.stdout
+    assert {" ".join(line.split()) for line in shown.splitlines()} <= printed, done.stdout

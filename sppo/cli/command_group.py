@@ -90,18 +90,22 @@ class Command(TyperCommand):
 
     def _explain(self, error: Any) -> None:
         """Word an error as problems of a run are; say how a key that was an option is written."""
+        from sppo.config.other_names import words_about
         from sppo.config.problems import KEY_PATHS
 
         message = getattr(error, "message", "").removeprefix("Value error, ")
         if message:
             error.message = message.replace("Input should be", "must be", 1)
         key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-        paths = KEY_PATHS.get(key.rpartition(".")[2])
+        paths, elsewhere = KEY_PATHS.get(key.rpartition(".")[2]), words_about(key)
+        replaces = any("SECTION.KEY=VALUE" in str(param.metavar) for param in self.params)
         if self.keys is not None and key in self.keys.model_fields:
             error.message += f"; a key is written {key}=VALUE"
-        elif paths and any("SECTION.KEY=VALUE" in str(p.metavar) for p in self.params):
+        elif paths and replaces:
             written = " or ".join(f"{path}=VALUE" for path in paths)
             error.message += f"; a value of the run file is replaced by {written}"
+        elif elsewhere and replaces:
+            error.message += f"; values of the run file are replaced by KEY=VALUE. {elsewhere}"
         else:
             return
         error.possibilities = None

@@ -56,7 +56,7 @@ def solve(
         typer.Option(
             "--lengths",
             metavar="NAME",
-            help="Of data.samples=documents: draw lengths of samples from this published"
+            help="With data.samples=documents: draw lengths of samples from a published"
             " distribution instead of data.tokens: magi, github, commoncrawl, lognormal-1024,"
             " lognormal-768.",
         ),

@@ -173,7 +173,7 @@ def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
     *within, key = names
     path, named = ".".join(names), ".".join([*within[:-1], _NAME])
     known = keys[named if named in keys else ".".join(within)]
-    elsewhere = words_about(path) if keys is RUN_KEYS else ""
+    elsewhere = words_about(path) if keys is RUN_KEYS and named not in keys else ""
     if elsewhere:
         hint = f" {elsewhere}"
     elif keys is RUN_KEYS and key in KEY_PATHS:

@@ -333,9 +333,9 @@ class CheckpointConfig(Section):
     """Times at which the training state is saved. SIGTERM always saves."""
 
     every: Auto | Annotated[int, Field(ge=0, le=MOST_STEPS)] = "auto"
-    """Number of steps between checkpoints; 0 saves only at the end. auto: a first one after at most
-    ten minutes, and further ones as often as loses the least time by Daly's formula, from the
-    measured seconds of a save and ``hardware.mean_time_to_failure``."""
+    """Number of steps between checkpoints; 0 saves only at the end. auto: the first after
+    ten minutes, further ones as often as loses the least time by Daly's formula, from the measured
+    seconds of a save (after a restart, of loading) and ``hardware.mean_time_to_failure``."""
     at_end: bool = True
     """Whether to save after the last step; benchmarks use false."""
     keep: Steps = 3

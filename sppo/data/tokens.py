@@ -234,7 +234,8 @@ def _check_files(directory: Path) -> None:
     if not directory.is_dir():
         raise ValueError(
             f"{directory}: no such directory; token data is written by"
-            f" `sppo data prepare --tokenizer bytes --out {directory} FILE...`."
+            f" `sppo data prepare --tokenizer DIR --out {directory} FILE...`, where DIR is that of"
+            " the model, or bytes."
             f"{_directory_beside(directory)}"
         )
     missing = sorted(name for name in TOKEN_DATA_FILES if not (directory / name).is_file())

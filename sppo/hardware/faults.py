@@ -22,7 +22,7 @@ RESTART_S = 15 * 60.0
 """Seconds from a stop to the next step: the restart of a large job that vendors of fault tolerance
 assume (clockwork.io/workload-failover)."""
 FIRST_SAVE_S = 600.0
-"""Seconds of training before a first automatic save, while the seconds of a save are not known."""
+"""Seconds of training before the first automatic save, as long as those of a save are not known."""
 
 
 def mean_time_between_stops_s(

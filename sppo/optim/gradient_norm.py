@@ -54,7 +54,7 @@ def largest_elements(
 
 def second_largest(gradient: Tensor) -> float:
     """Return the second largest magnitude of a gradient; 0 if it has one element."""
-    parts = gradient.reshape(-1).split(_DEVICE_CHUNK)
+    parts = torch.split(gradient.reshape(-1), _DEVICE_CHUNK)
     tops = torch.cat([part.abs().topk(min(2, part.numel())).values for part in parts])
     return float(tops.sort(descending=True).values[1:].max()) if tops.numel() > 1 else 0.0
 

@@ -247,15 +247,16 @@ class Mesh:
         """
         is_alone = len(ranks) == 1
         on_device = backend is None and self._device is not None and not is_alone
-        group = dist.new_group(
-            list(ranks),
-            timeout=self._timeout,
-            backend="nccl" if on_device else "gloo" if is_alone else backend,
-            pg_options=_limited_options(self._timeout) if on_device and is_limited else None,
-            use_local_synchronization=True,
-            group_desc=purpose,
-            device_id=self._device if on_device else None,
-        )
+        with peer_errors(f"connecting to the other ranks for {purpose}"):
+            group = dist.new_group(
+                list(ranks),
+                timeout=self._timeout,
+                backend="nccl" if on_device else "gloo" if is_alone else backend,
+                pg_options=_limited_options(self._timeout) if on_device and is_limited else None,
+                use_local_synchronization=True,
+                group_desc=purpose,
+                device_id=self._device if on_device else None,
+            )
         return None if is_alone else group
 
 

@@ -65,11 +65,13 @@ def effective_time(
     node_rate = hardware.node.disk_write_bytes_per_s or STORAGE_BYTES_PER_S
     save_s = whole_checkpoint_bytes(run) / (nodes * node_rate)
     between_stops_s = mean_time_between_stops_s(run.hardware, num_devices=num_devices)
-    steps = run.checkpoint.every
-    if steps == "auto":
+    every = run.checkpoint.every
+    if isinstance(every, str):
         steps = ceil(saving_interval_s(save_s, between_stops_s=between_stops_s) / step_s)
-    elif steps == 0 and run.train.epochs is not None:
+    elif every == 0 and run.train.epochs is not None:
         return None
-    interval_s = (steps or run.train.steps) * step_s
+    else:
+        steps = every or run.train.steps
+    interval_s = steps * step_s
     times = {"save_s": save_s, "restart_s": restart_s, "between_stops_s": between_stops_s}
     return EffectiveTime(interval_s=interval_s, shares=time_shares(interval_s, **times), **times)

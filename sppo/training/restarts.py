@@ -12,8 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from sppo.hardware.this_machine import find_gpus
+from sppo.parallel.job.exit_codes import CORRUPTED
 from sppo.parallel.job.job_end import JobEnd
 from sppo.parallel.job.restarts import Decision, Fault, decide
+from sppo.parallel.job.signals import STOP_CODES
 from sppo.report.lines import print_titled
 from sppo.training.run_directory import FAILURES_FILE
 from sppo.training.start import ReadyRun, on_devices, start_ranks
@@ -54,7 +56,7 @@ def train_on_ranks(ready: ReadyRun, words: Sequence[str], *, console: Console) -
         if gpus is not None and find_gpus() is None:
             raise ValueError("the GPUs of this machine do not answer any more")
         if decision.action == "leave out":
-            left_out.add(faults[-1].device)
+            left_out.update(faults[-1].devices)
         if shrink:
             ready = on_devices(ready, console, left_out=left_out)
 
@@ -62,14 +64,16 @@ def train_on_ranks(ready: ReadyRun, words: Sequence[str], *, console: Console) -
 def _fault(end: JobEnd, ready: ReadyRun, *, attempt: int) -> Fault:
     """Return the fault that ended a job."""
     blamed = end.blamed
+    corrupt = [rank_end.rank for rank_end in end.ends if rank_end.returncode == CORRUPTED]
     return Fault(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         attempt=attempt,
         num_ranks=len(end.ends),
         rank=blamed.rank,
-        device=ready.devices[blamed.rank],
+        devices=tuple(ready.devices[rank] for rank in corrupt or [blamed.rank]),
         step=blamed.note.step if blamed.note is not None and blamed.note.action else None,
         exit_code=end.exit_code,
+        asked=end.asked[0] if end.asked else STOP_CODES.get(end.exit_code),
         cause=end.report.partition("\n")[0].removeprefix("error: "),
         report=end.report,
         seconds=end.seconds(),

@@ -77,7 +77,7 @@ class RunCheckpoints:
         self._saved_step, self._saved_at = 0, time.monotonic()
         """Steps of the newest checkpoint, and the time of its save."""
         self._saving_s: float | None = None
-        """Seconds of the newest save; None before the first one."""
+        """Seconds of the newest save, or of loading a checkpoint; None before both."""
         self._between_stops_s = mean_time_between_stops_s(
             run.hardware, num_devices=job.mesh.shape.num_ranks
         )
@@ -105,7 +105,9 @@ class RunCheckpoints:
             self._start = metadata.get("start")
             self._check_tokens(checkpoint)
             biases = choice_bias_blocks(state.choice_biases)
+            began = time.monotonic()
             self._manager.load_into(checkpoint, {**state.sharded.blocks(live), **biases})
+            self._saving_s = time.monotonic() - began  # as many bytes as a save, until the first
             state.optimizer.load_state(live)
             state.sharded.gather(state.weights)
             if step < run.train.steps:

@@ -103,6 +103,11 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
     environment = rank_environment(os.environ)
     if plan is not None:
         run = followed_plan(run, plan)
+        if run.train.shrink:
+            raise ValueError(
+                "train.shrink=true plans again for fewer devices, and --plan keeps to one plan: "
+                "leave one of them out"
+            )
     if environment is not None and environment.launcher == "sppo":
         return ReadyRun(with_steps(run), plan, environment)
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
@@ -115,11 +120,6 @@ def prepare_run(run: RunConfig, plan: ExecutionPlan | None, *, console: Console)
     if epochs is not None:
         passes = f"{epochs:g} of {', '.join(run.data.directories.values())}"
         print_titled("epochs", f"{passes}: {run.train.steps} steps", console)
-    if plan is not None and run.train.shrink:
-        raise ValueError(
-            "train.shrink=true plans again for fewer devices, and --plan keeps to one plan: leave "
-            "one of them out"
-        )
     return on_devices(ReadyRun(run, plan, environment, restarts=run.train.restarts), console)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import resource
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from tests.chaos import places
+from tests.chaos import flips, networks, places
+from tests.chaos.strike import Strike
 
-STRUCK_FILE = "struck"
-"""File with the time of the strike on the clock of ``time.monotonic``; a fault strikes once."""
+STRUCK_FILE, FILLER_FILE = "struck", "filler"
+"""Files of a run: the time of the strike on the clock of ``time.monotonic``, as each fault strikes
+once; and what fills the disk."""
+GRACE_S, TERMINATE_S = 1.5, 0.5
+"""Times for which launchers wait for ranks to end by themselves, and after SIGTERM."""
 _FOR_EVER_S = 3600
 
 End = Literal["well", "asked", "fails", "hangs"]
@@ -32,106 +36,160 @@ class InjectedError(RuntimeError):
         return "injected"
 
 
-def _raise(_: float) -> NoReturn:
+def _raise(strike: Strike) -> NoReturn:
     raise InjectedError
 
 
-def _raise_in_main_thread(_: float) -> None:
+def _run_out_of_memory(strike: Strike) -> NoReturn:
+    raise MemoryError("injected")
+
+
+def _raise_in_main_thread(strike: Strike) -> None:
     thread = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(InjectedError))
 
 
-def _signal(number: signal.Signals, *, launcher: bool = False) -> Callable[[float], None]:
-    return lambda _: os.kill(os.getppid() if launcher else os.getpid(), number)
+def _signal(number: signal.Signals, *, launcher: bool = False) -> Callable[[Strike], None]:
+    return lambda strike: os.kill(os.getppid() if launcher else os.getpid(), number)
 
 
-def _segfault(_: float) -> None:
+def _segfault(strike: Strike) -> None:
     ctypes.string_at(0)
 
 
-def _abort(_: float) -> None:
+def _abort(strike: Strike) -> None:
     os.abort()
 
 
-def _hold_interpreter(_: float) -> None:
+def _hold_interpreter(strike: Strike) -> None:
     """Keep the interpreter lock, as a call into a library does that never returns."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none ends the sleep
     ctypes.PyDLL(None).sleep(_FOR_EVER_S)
 
 
-def _be_slow(timeout_s: float) -> None:
-    time.sleep(timeout_s / 4)
+def _be_slow(strike: Strike) -> None:
+    time.sleep(strike.timeout_s / 4)
 
 
-def _cut_connections(_: float) -> None:
-    """Shut down every connection of this process to other ranks, as a lost network does."""
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(entry))) as found:
-                if (
-                    found.family == socket.AF_INET
-                    and str(found.getpeername()[1]) != os.environ["MASTER_PORT"]
-                ):
-                    found.shutdown(socket.SHUT_RDWR)
-        except OSError:  # no socket, or one without a peer
-            continue
+def _fill_disk(strike: Strike) -> None:
+    """Take all free space of the disk of the run."""
+    disk = os.statvfs(strike.directory)
+    with (strike.directory / FILLER_FILE).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_bsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A kind of fault."""
 
-    strike: Callable[[float], object]
-    """Called in the rank, with ``parallel.timeout_s``."""
+    strike: Callable[[Strike], object]
+    """Called in the rank."""
     end: End
-    codes: tuple[int, ...]
-    """Exit codes of the run in that case."""
+    code: int
+    """Exit code of the run in that case."""
+    names_rank: bool = True
+    """Whether the report names the rank that was struck."""
+    functions: tuple[str, ...] | None = None
+    """Only functions of :mod:`tests.chaos.places` that it strikes; None for all."""
+    moments: tuple[places.Moment, ...] = ("before", "inside", "after")
+    prepare: Callable[[], None] = lambda: None
+    """Called in the launcher before it starts ranks."""
+    is_ready: Callable[[], bool] = lambda: True
+    """Whether it can strike now; otherwise it waits for a later call of the function."""
+    words: tuple[str, ...] = ()
+    """Keys of the run that it needs."""
+    timeout_s: int = 60
+    """``parallel.timeout_s`` of the run: long, for a busy machine, where nothing waits for it."""
+    is_bug: bool = False
+    """Whether it looks like a bug: its traceback is shown, and others may name the rank."""
 
 
 FAULTS: Mapping[str, Fault] = {
-    "exception": Fault(_raise, "fails", (1,)),
-    "asynchronous exception": Fault(_raise_in_main_thread, "fails", (1,)),
-    "INT": Fault(_signal(signal.SIGINT), "asked", (130,)),
-    "TERM": Fault(_signal(signal.SIGTERM), "asked", (143,)),
-    "INT to all": Fault(_signal(signal.SIGINT, launcher=True), "asked", (130,)),
-    "TERM to all": Fault(_signal(signal.SIGTERM, launcher=True), "asked", (143,)),
-    "KILL": Fault(_signal(signal.SIGKILL), "fails", (1,)),
-    "KILL of the launcher": Fault(_signal(signal.SIGKILL, launcher=True), "fails", (-9,)),
-    "STOP": Fault(_signal(signal.SIGSTOP), "hangs", (1,)),
-    "segmentation fault": Fault(_segfault, "fails", (1,)),
-    "abort": Fault(_abort, "fails", (1,)),
-    "held interpreter": Fault(_hold_interpreter, "hangs", (1,)),
-    "slow": Fault(_be_slow, "well", (0,)),
-    "lost connections": Fault(_cut_connections, "fails", (1,)),
+    "exception": Fault(_raise, "fails", 1, is_bug=True),
+    "asynchronous exception": Fault(_raise_in_main_thread, "fails", 1, is_bug=True),
+    "out of memory": Fault(_run_out_of_memory, "fails", 4, names_rank=False),
+    "INT": Fault(_signal(signal.SIGINT), "asked", 130, names_rank=False),
+    "TERM": Fault(_signal(signal.SIGTERM), "asked", 143, names_rank=False),
+    "INT to all": Fault(_signal(signal.SIGINT, launcher=True), "asked", 130, names_rank=False),
+    "TERM to all": Fault(_signal(signal.SIGTERM, launcher=True), "asked", 143, names_rank=False),
+    "KILL": Fault(_signal(signal.SIGKILL), "fails", 1),
+    "KILL of the launcher": Fault(_signal(signal.SIGKILL, launcher=True), "fails", -9),
+    "STOP": Fault(_signal(signal.SIGSTOP), "hangs", 1, timeout_s=5),
+    "segmentation fault": Fault(_segfault, "fails", 1),
+    "abort": Fault(_abort, "fails", 1),
+    "held interpreter": Fault(_hold_interpreter, "hangs", 1, timeout_s=5),
+    "slow": Fault(_be_slow, "well", 0, timeout_s=10),
+    "full disk": Fault(_fill_disk, "fails", 4, names_rank=False),
+    "lost connections": Fault(networks.cut_connections, "fails", 1, names_rank=False),
+    "lost network": Fault(
+        networks.lose,
+        "hangs",
+        1,
+        names_rank=False,
+        prepare=networks.have_own_network,
+        timeout_s=5,
+    ),
+    "network away for a moment": Fault(
+        networks.lose_for_a_moment,
+        "well",
+        0,
+        prepare=networks.have_own_network,
+        timeout_s=20,
+    ),
+    "flipped gradient": Fault(
+        flips.flip_gradient,
+        "fails",
+        5,
+        functions=("sppo.training.state.TrainingState.finish_gradients",),
+        moments=("after",),
+        prepare=flips.watch_state,
+    ),
+    "flipped weight": Fault(
+        flips.flip_weight,
+        "fails",
+        5,
+        functions=(*places.KINDS["collective"], *places.KINDS["copy"], *places.KINDS["save"]),
+        prepare=flips.watch_state,
+        is_ready=flips.weights_are_watched,
+    ),
+    "flipped block": Fault(
+        flips.flip_block,
+        "fails",
+        1,
+        functions=("sppo.offload.disk.file_tier.FileTier._move",),
+        moments=("before",),
+        words=("activations.debug=true",),
+        is_bug=True,
+    ),
 }
 
 
-def inject(directory: str, kind: str, place: Mapping[str, Any], timeout_s: float) -> None:
+def inject(directory: str, kind: str, place: Mapping[str, Any], seed: int) -> None:
     """Have a fault strike once in the ranks that this process starts; the hook of a run.
 
     Args:
         directory: Directory of the run, which gets :data:`STRUCK_FILE`.
         kind: One of :data:`FAULTS`.
         place: Fields of a :class:`tests.chaos.places.Place`.
-        timeout_s: ``parallel.timeout_s`` of the run.
+        seed: Seed of what the fault draws.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    struck = Path(directory, STRUCK_FILE)
+    fault, struck = FAULTS[kind], Path(directory, STRUCK_FILE)
 
-    def strike() -> None:
+    def strike(arguments: tuple[Any, ...]) -> None:
+        if not fault.is_ready():
+            return
         try:
             descriptor = os.open(struck, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return
         os.write(descriptor, str(time.monotonic()).encode())
         os.close(descriptor)
-        FAULTS[kind].strike(timeout_s)
+        fault.strike(Strike(Path(directory), fault.timeout_s, random.Random(seed), arguments))
 
     hasten_launcher()
+    fault.prepare()
     places.strike_at(place, strike)
-
-
-GRACE_S, TERMINATE_S = 1.5, 0.5
 
 
 def hasten_launcher() -> None:

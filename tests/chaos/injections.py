@@ -1,9 +1,10 @@
 """Injections: one fault in a run of a few steps, drawn by a seed, and the verdict on its end.
 
-A run that a fault has ended is started again by the same command. In the end all of its steps have
-the losses and gradient norms, and its last checkpoint the tensors, of a run without a fault, bit
-for bit. Meanwhile no process is left over, nothing stays on the disk of the tier, no end takes
-longer than the timeouts say, and each failure has one report that names the rank.
+A run that a fault has ended goes on by itself or, where it may not, by the same command. In the end
+all of its steps have the losses and gradient norms, and its last checkpoint the tensors, of a run
+without a fault, bit for bit. Meanwhile no process is left over, nothing stays on the disk of the
+tier, no end takes longer than the timeouts say, and each failure has one report that names the
+rank.
 
 Many injections, with one line on each and counts at the end::
 
@@ -26,49 +27,23 @@ from functools import cache
 from pathlib import Path
 
 from tests.chaos import places
-from tests.chaos.faults import FAULTS, GRACE_S, STRUCK_FILE, TERMINATE_S
+from tests.chaos.faults import FAULTS, FILLER_FILE, GRACE_S, STRUCK_FILE, TERMINATE_S, Fault
+from tests.chaos.layouts import LAYOUTS, ON_DISK, STEPS, write_layout
 from tests.chaos.places import Place
-from tests.conftest import write_run, write_tokens
 from tests.training.forked_sppo import Ended, ForkedSppo
 from tests.training.jobs import losses, records
 
-TIMEOUT_S = 5
-"""``parallel.timeout_s`` of runs in which a rank waits in vain."""
-_PATIENT_S = 60
-"""Of all others: on a busy machine ranks are slow."""
-_STEPS = 4
 _BUSY_S = 20.0
 """Seconds that a busy machine may add to the end of a run."""
-_RUN: Mapping[str, Mapping[str, object]] = {
-    "model": {"num_layers": 2},
-    "sequence": {"length": 32, "num_subsequences": 2},
-    "train": {"steps": _STEPS},
-    "checkpoint": {"every": 2, "keep": 2},
+_CHECKPOINT_FACTOR = 10
+"""Factor on the time that ranks wait for each other while they read or write checkpoints."""
+_RANDOM_WORDS: Mapping[str, Sequence[object]] = {
+    "checkpoint.async_save": (False, False, True),
+    "train.restarts": (0, 2),
 }
 _LEFT_OVER = re.compile(r"\.(partial|deleting)")
 _OF_LAUNCHER = re.compile(r"error: (after .*, )?rank \d")
 """Report of the launcher, which may follow what rank 0 says of its own end."""
-LAYOUTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
-    "pipeline": {"parallel": {"pipeline_parallel_degree": 2}},
-    "ulysses": {"parallel": {"sequence_parallel_degree": 2}},
-    "zero 3": {
-        "parallel": {"data_parallel_degree": 2, "zero": 3},
-        "train": {"sequences_per_step": 2},
-    },
-    "looped on disk": {
-        "model": {"num_layers": 4},
-        "parallel": {"pipeline_parallel_degree": 2, "virtual_stages": 2},
-        "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
-        "state": {"optimizer": "disk", "gradients": "disk"},
-    },
-    "samples": {
-        "parallel": {"data_parallel_degree": 2},
-        "data": {"samples": "documents", "tokens": "documents"},
-        "planning": {"ahead": False},
-        "train": {"samples_per_step": 4},
-    },
-}
-"""Sections of the run file that differ from :data:`_RUN`, by layout; each has two ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +54,13 @@ class Injection:
     layout: str
     kind: str
     place: Place
+    restarts: int
     words: tuple[str, ...]
     """Arguments of the run."""
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.layout}, {self.kind} {self.place}"
+        restarts = f", {self.restarts} restarts" if self.restarts else ""
+        return f"seed {self.seed}: {self.layout}, {self.kind} {self.place}{restarts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +68,19 @@ class Reference:
     """A run without a fault."""
 
     losses: Sequence[tuple[float, float]]
-    tensors: Mapping[str, str]
+    tensors: Mapping[str, object]
     """Checksums of the files with tensors of the last checkpoint, by name."""
     calls: Mapping[int, Mapping[str, Sequence[int]]]
     """Lines that the calls of each place execute, by rank and function."""
-    seconds: float
 
 
 class Injector:
-    """Runs injections, below a directory, in forked processes."""
+    """Runs injections in forked processes, on their small disk.
+
+    Args:
+        directory: Directory for the inputs of the runs.
+        sppo: Command to run.
+    """
 
     def __init__(self, directory: Path, sppo: ForkedSppo) -> None:
         self._directory, self._sppo = directory, sppo
@@ -110,71 +91,78 @@ class Injector:
         dice = random.Random(seed)
         layout = [*LAYOUTS][seed % len(LAYOUTS)]
         kind = [*FAULTS][seed // len(LAYOUTS) % len(FAULTS)]
-        rank = dice.randrange(2)
-        calls = self.reference(layout).calls[rank]
-        of_kinds = [[name for name in names if calls.get(name)] for names in places.KINDS.values()]
-        function = dice.choice(dice.choice([names for names in of_kinds if names]))
-        call = dice.randrange(len(calls[function]))
-        lines = calls[function][call]
-        moment = dice.choice(("before", "inside", "after") if lines else ("before", "after"))
-        line = dice.randint(1, lines) if moment == "inside" else 0
-        timeout_s = TIMEOUT_S if FAULTS[kind].end == "hangs" else _PATIENT_S
-        words = [f"parallel.timeout_s={timeout_s}"]
-        if dice.random() < 0.3:
-            words.append("checkpoint.async_save=true")
-        place = Place(rank, function, call + 1, moment, line)
-        return Injection(seed, layout, kind, place, tuple(words))
+        fault, rank = FAULTS[kind], dice.randrange(2)
+        functions = self._functions(layout, rank, fault)
+        if not functions:
+            layout = ON_DISK
+            functions = self._functions(layout, rank, fault)
+        function = dice.choice(dice.choice(functions))
+        of_calls = self.reference(layout).calls[rank][function]
+        call = dice.randrange(len(of_calls))
+        moments = [moment for moment in fault.moments if moment != "inside" or of_calls[call]]
+        moment = dice.choice(moments)
+        line = dice.randint(1, of_calls[call]) if moment == "inside" else 0
+        drawn = {name: dice.choice(values) for name, values in _RANDOM_WORDS.items()}
+        words = {"parallel.timeout_s": fault.timeout_s, **drawn}
+        return Injection(
+            seed,
+            layout,
+            kind,
+            Place(rank, function, call + 1, moment, line),
+            drawn["train.restarts"],
+            (*(f"{name}={value}" for name, value in words.items()), *fault.words),
+        )
 
     def verdict(self, injection: Injection) -> str:
         """Run an injection and return what is wrong with its end; "" if nothing is."""
-        fault, timeout_s = FAULTS[injection.kind], TIMEOUT_S
-        if fault.end != "hangs":
-            timeout_s = _PATIENT_S
         directory = self._made(injection.layout)
+        arguments = {
+            "directory": str(directory),
+            "kind": injection.kind,
+            "place": asdict(injection.place),
+            "seed": injection.seed,
+        }
+        hook = "tests.chaos.faults", "inject", arguments
+        words = ("train", "run.yaml", *injection.words)
         try:
-            hook = {
-                "directory": str(directory),
-                "kind": injection.kind,
-                "place": asdict(injection.place),
-                "timeout_s": timeout_s,
-            }
-            words = ("train", "run.yaml", *injection.words)
-            ended = self._sppo(
-                *words, cwd=directory, hook=("tests.chaos.faults", "inject", hook), shuts_down=True
-            )
+            ended = self._sppo(*words, cwd=directory, hook=hook, shuts_down=True)
             problem = _problem_of_end(injection, ended, directory)
             if not problem and ended.returncode:
+                (directory / FILLER_FILE).unlink(missing_ok=True)
                 again = self._sppo(*words, cwd=directory)
                 if again.returncode:
-                    return f"the same command ends with {again.returncode}: {again.stderr[-1500:]}"
+                    problem = f"again it ends with {again.returncode}: {again.stderr[-2000:]}"
             return problem or self._difference(injection.layout, directory)
         finally:
             shutil.rmtree(directory)
 
+    def _functions(self, layout: str, rank: int, fault: Fault) -> list[list[str]]:
+        """Return the functions that a rank calls and a fault may strike, by kind of place."""
+        calls = self.reference(layout).calls[rank]
+        found = [
+            [n for n in names if n in calls and (fault.functions is None or n in fault.functions)]
+            for names in places.KINDS.values()
+        ]
+        return [names for names in found if names]
+
     def _made(self, layout: str) -> Path:
-        """Return a new directory with the run of a layout and its inputs."""
-        directory = Path(tempfile.mkdtemp(dir=self._directory))
-        of_layout = LAYOUTS[layout]
-        sections = {
-            name: {**_RUN.get(name, {}), **of_layout.get(name, {})}
-            for name in {**_RUN, **of_layout}
-        }
-        write_run(directory / "run.yaml", **sections)
-        write_tokens(directory / "tokens")
-        write_tokens(directory / "documents", documents=range(20, 1200, 23))
-        (directory / "spill").mkdir()
-        return directory
+        """Return a new directory with the inputs of a layout."""
+        inputs = self._directory / layout
+        if not inputs.exists():
+            inputs.mkdir()
+            write_layout(layout, inputs)
+        directory = Path(tempfile.mkdtemp(dir=self._sppo.disk))
+        return shutil.copytree(inputs, directory, dirs_exist_ok=True)
 
     def _reference(self, layout: str) -> Reference:
-        directory, began_s = self._made(layout), time.monotonic()
-        hook = ("tests.chaos.faults", "count", {"directory": str(directory)})
+        directory = self._made(layout)
+        hook = "tests.chaos.faults", "count", {"directory": str(directory)}
         ended = self._sppo("train", "run.yaml", cwd=directory, hook=hook)
         assert ended.returncode == 0, ended.stderr
-        calls = {
-            rank: json.loads((directory / f"calls_{rank}.json").read_text()) for rank in range(2)
-        }
+        files = [directory / f"calls_{rank}.json" for rank in range(2)]
+        calls = {rank: json.loads(file.read_text()) for rank, file in enumerate(files)}
         output = directory / "out"
-        found = Reference(losses(output), _tensors(output), calls, time.monotonic() - began_s)
+        found = Reference(losses(output), _tensors(output), calls)
         shutil.rmtree(directory)
         return found
 
@@ -182,7 +170,7 @@ class Injector:
         """Return what a run that is done has other than the run without a fault; "" if nothing."""
         wanted, output = self.reference(layout), directory / "out"
         steps = [record["step"] for record in records(output)]
-        if steps != list(range(1, _STEPS + 1)):
+        if steps != list(range(1, STEPS + 1)):
             return f"not each step once: {steps}"
         if losses(output) != wanted.losses:
             return f"other losses: {losses(output)}, not {wanted.losses}"
@@ -192,41 +180,71 @@ class Injector:
         return f"files left over: {partial}" if partial else _on_disk(directory)
 
 
+# Verdict on the end of a run with a fault
+
+
 def _problem_of_end(injection: Injection, ended: Ended, directory: Path) -> str:
     """Return what is wrong with the end of a run in which a fault may have struck."""
-    fault, said = FAULTS[injection.kind], ended.stderr
     struck = directory / STRUCK_FILE
-    codes = (0, *fault.codes) if struck.exists() and fault.end != "well" else (0,)
+    codes = _codes(injection) if struck.exists() else {0}
     if ended.left_over:
         return f"processes left over: {ended.left_over}"
     if ended.returncode not in codes:
-        return f"exit code {ended.returncode}, not {codes}: {said[-2000:]}"
-    if problem := _on_disk(directory):
+        return f"exit code {ended.returncode}, not {codes}: {ended.stderr[-3000:]}"
+    problem = _on_disk(directory)
+    if problem or not struck.exists():
         return problem
-    if not struck.exists():
-        return ""
-    took_s = ended.ended_s - float(struck.read_text())
-    if took_s > (limit_s := _longest_s(injection)):
+    took_s, limit_s = ended.ended_s - float(struck.read_text()), _longest_s(injection)
+    if took_s > limit_s:
         return f"it ended {took_s:.1f} s after the fault, later than {limit_s:.1f} s"
-    if ended.returncode in (0, -9):
+    return _problem_of_report(injection, ended) or _problem_of_failures(injection, directory)
+
+
+def _codes(injection: Injection) -> set[int]:
+    """Return the exit codes of a run that a fault has struck.
+
+    Any run may succeed: the fault may come too late, or where errors are passed over.
+    """
+    fault = FAULTS[injection.kind]
+    goes_on = injection.restarts > 0 and fault.code == 1
+    return {0} if goes_on else {0, fault.code}
+
+
+def _problem_of_report(injection: Injection, ended: Ended) -> str:
+    """Return what is wrong with what a failed run printed."""
+    fault, said = FAULTS[injection.kind], ended.stderr
+    if ended.returncode == 0 and "error: " not in said:
         return ""
+    if ended.returncode == -9:
+        return f"a killed launcher spoke: {said}" if "error: " in said else ""
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     of_launcher = [line for line in errors if _OF_LAUNCHER.match(line)]
-    if not errors or len(of_launcher) > 1 or len(errors) - len(of_launcher) > 1:
-        return f"{len(errors)} reports: {said[-2000:]}"
-    if "Traceback" in said and "exception" not in injection.kind:
-        return f"a traceback: {said[-2000:]}"
-    if fault.end in ("fails", "hangs") and f"rank {injection.place.rank}" not in said:
-        return f"rank {injection.place.rank} is not named: {said[-2000:]}"
-    return ""
+    silent = not errors and fault.end != "asked"  # a run that saves before it ends is no error
+    if silent or len(of_launcher) > 1 or len(errors) - len(of_launcher) > 1:
+        return f"{len(errors)} reports: {said[-3000:]}"
+    if "Traceback" in said and not fault.is_bug:
+        return f"a traceback: {said[-3000:]}"
+    rank = injection.place.rank
+    named = not fault.names_rank or f"rank {rank}" in (said if fault.is_bug else errors[-1])
+    return "" if named else f"rank {rank} is not named: {said[-3000:]}"
+
+
+def _problem_of_failures(injection: Injection, directory: Path) -> str:
+    """Return what is wrong with the file of a run's failures, if there is one."""
+    file, fault = directory / "out/failures.jsonl", FAULTS[injection.kind]
+    failures = [*map(json.loads, file.read_text().splitlines())] if file.exists() else []
+    if len(failures) > 1:
+        return f"{len(failures)} failures are recorded"
+    ranks = [failure["rank"] for failure in failures]
+    wrong = fault.names_rank and not fault.is_bug and ranks not in ([], [injection.place.rank])
+    return f"the failure of another rank is recorded: {ranks}" if wrong else ""
 
 
 def _longest_s(injection: Injection) -> float:
     """Return the longest time in seconds from a fault to the end of the run."""
-    if FAULTS[injection.kind].end == "hangs":
-        waits_s = 10 * TIMEOUT_S + TIMEOUT_S  # ranks wait for checkpoints ten times as long
-        return waits_s + GRACE_S + TERMINATE_S + _BUSY_S
-    return GRACE_S + TERMINATE_S + _BUSY_S
+    fault = FAULTS[injection.kind]
+    waits_s = (_CHECKPOINT_FACTOR + 1) * fault.timeout_s * (fault.end == "hangs")
+    return (1 + injection.restarts) * (waits_s + GRACE_S + TERMINATE_S + _BUSY_S)
 
 
 def _on_disk(directory: Path) -> str:
@@ -234,7 +252,7 @@ def _on_disk(directory: Path) -> str:
     return f"left on the disk of the tier: {files}" if files else ""
 
 
-def _tensors(output: Path) -> dict[str, str]:
+def _tensors(output: Path) -> dict[str, object]:
     """Return the checksums of the files with tensors of the newest checkpoint."""
     newest = max((output / "checkpoints").glob("step_??????"))
     files = json.loads((newest / "manifest.json").read_text())["files"]
@@ -248,21 +266,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=len(LAYOUTS) * len(FAULTS))
     chosen = parser.parse_args()
     counts: Counter[tuple[str, str]] = Counter()
-    sppo = ForkedSppo()
-    with tempfile.TemporaryDirectory() as directory:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        tempfile.TemporaryDirectory() as disk,
+        ForkedSppo(disk=Path(disk)) as sppo,
+    ):
         injector = Injector(Path(directory), sppo)
         for seed in range(chosen.seed, chosen.seed + chosen.count):
             injection, began_s = injector.draw(seed), time.monotonic()
             problem = injector.verdict(injection)
-            took_s = time.monotonic() - began_s
-            counts[injection.layout, "wrong" if problem else "well"] += 1
-            counts[injection.kind, "wrong" if problem else "well"] += 1
-            print(f"{'WRONG' if problem else 'well'} {took_s:.1f} s, {injection}", flush=True)
+            took_s, word = time.monotonic() - began_s, "wrong" if problem else "well"
+            counts.update([(injection.layout, word), (injection.kind, word)])
+            print(f"{word} {took_s:.1f} s, {injection}", flush=True)
             if problem:
                 print("  " + problem.replace("\n", "\n  "), flush=True)
-    sppo.close()
-    for (name, verdict), number in sorted(counts.items()):
-        print(f"{name}: {number} {verdict}")
+    for (name, word), number in sorted(counts.items()):
+        print(f"{name}: {number} {word}")
 
 
 if __name__ == "__main__":

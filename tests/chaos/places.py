@@ -94,7 +94,7 @@ def count_calls(directory: str) -> None:
     """Write the lines that each call executes to ``calls_RANK.json`` when a rank ends."""
     lines: dict[str, list[int]] = defaultdict(list)
 
-    def counted(name: str, call: Callable[[], Any]) -> Any:
+    def counted(name: str, call: Callable[[], Any], _: tuple[Any, ...]) -> Any:
         if not lines:
             path = Path(directory, f"calls_{os.environ['RANK']}.json")
             atexit.register(lambda: path.write_text(json.dumps(lines)))
@@ -104,29 +104,35 @@ def count_calls(directory: str) -> None:
         finally:
             lines[name].append(next(begin))
 
-    _wrap(counted)
+    for name in itertools.chain.from_iterable(KINDS.values()):
+        _wrap(name, counted)
 
 
-def strike_at(place: Mapping[str, Any], strike: Callable[[], None]) -> None:
-    """Have a rank call ``strike`` at the fields of a :class:`Place`."""
+def strike_at(place: Mapping[str, Any], strike: Callable[[tuple[Any, ...]], None]) -> None:
+    """Have a rank call ``strike`` with the arguments of a call, from that of a :class:`Place` on.
+
+    Args:
+        place: Fields of the :class:`Place`.
+        strike: Function that does something at most once.
+    """
     at, calls = Place(**place), itertools.count(1)
 
-    def struck(name: str, call: Callable[[], Any]) -> Any:
-        if name != at.function or os.environ.get("RANK") != str(at.rank) or next(calls) != at.call:
+    def struck(_: str, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        if os.environ.get("RANK") != str(at.rank) or next(calls) < at.call:
             return call()
         if at.moment == "before":
-            strike()
-        found = _traced(call, _at_line(at.line, strike)) if at.moment == "inside" else call()
+            strike(arguments)
+        lines = itertools.count(1)
+        found = (
+            _traced(call, lambda: strike(arguments) if next(lines) == at.line else None)
+            if at.moment == "inside"
+            else call()
+        )
         if at.moment == "after":
-            strike()
+            strike(arguments)
         return found
 
-    _wrap(struck, only=at.function)
-
-
-def _at_line(line: int, strike: Callable[[], None]) -> Callable[[], object]:
-    lines = itertools.count(1)
-    return lambda: strike() if next(lines) == line else None
+    _wrap(at.function, struck)
 
 
 def _traced(call: Callable[[], Any], on_line: Callable[[], object]) -> Any:
@@ -145,19 +151,16 @@ def _traced(call: Callable[[], Any], on_line: Callable[[], object]) -> Any:
         sys.settrace(before)
 
 
-def _wrap(around: Callable[[str, Callable[[], Any]], Any], *, only: str | None = None) -> None:
-    """Replace the functions by calls of ``around`` with their name and a call without arguments."""
-    for name in itertools.chain.from_iterable(KINDS.values()) if only is None else [only]:
-        owner, attribute = _owner(name)
-        function = getattr(owner, attribute)
+def _wrap(name: str, around: Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]) -> None:
+    """Replace a function by ``around``, which gets its name, a call of it, and the arguments."""
+    owner, attribute = _owner(name)
+    function = getattr(owner, attribute)
 
-        @functools.wraps(function)
-        def wrapped(
-            *args: Any, _name: str = name, _function: Any = function, **options: Any
-        ) -> Any:
-            return around(_name, functools.partial(_function, *args, **options))
+    @functools.wraps(function)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return around(name, functools.partial(function, *args, **options), args)
 
-        setattr(owner, attribute, wrapped)
+    setattr(owner, attribute, wrapped)
 
 
 def _owner(name: str) -> tuple[Any, str]:

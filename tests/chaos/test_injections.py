@@ -7,20 +7,25 @@ places, and other ones with ``--seed``.
 import pytest
 
 from tests.chaos.injections import Injector
+from tests.training.forked_sppo import ForkedSppo
 
-SAMPLE = (30, 41, 2, 18, 69)
-"""One in each layout: a killed, a stopped, a faulty, an asked, and a disconnected rank."""
+SAMPLE = (35, 256, 2, 103, 204)
+"""One in each layout: a kill, a stop, a bug, and flipped bits in a block and in a weight."""
 MANY = 300
+"""Injections of ``-m chaos``, and the first of their seeds."""
 
 
 @pytest.fixture(scope="module")
-def injector(tmp_path_factory, sppo):
-    return Injector(tmp_path_factory.mktemp("injections"), sppo)
+def injector(tmp_path_factory):
+    with ForkedSppo(disk=tmp_path_factory.mktemp("disk")) as sppo:
+        yield Injector(tmp_path_factory.mktemp("inputs"), sppo)
 
 
-@pytest.mark.parametrize(
-    "seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(100, MANY))]
-)
+def of_chaos():
+    return [pytest.param(seed, marks=pytest.mark.chaos) for seed in range(MANY, 2 * MANY)]
+
+
+@pytest.mark.parametrize("seed", [*SAMPLE, *of_chaos()])
 def test_a_run_with_a_fault_ends_as_it_must_and_goes_on(seed, injector, pytestconfig):
     injection = injector.draw(seed + MANY * pytestconfig.getoption("--seed"))
     assert not injector.verdict(injection), injection

@@ -105,6 +105,15 @@ def test_offload_ratios_and_host_memory_are_shown():
     assert found["best"]["predicted"]["host_peak_bytes"] > 0
 
 
+def test_the_effective_time_is_shown():
+    found = example(*ONE_WAY)["effective_time"]
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    shown = example_text(*ONE_WAY)
+    assert f"effective training time: {found['shares']['effective']:.1%}; saving takes" in shown
+    assert "15m00s each)" in shown
+    assert "30.00 s each)" in example_text(*ONE_WAY, "--restart-s", "30")
+
+
 def test_rejections_are_grouped_for_people_and_listed_for_programs():
     text = example_text("parallel.virtual_stages=1")
     assert "11 other ways do not work (--json lists them):" in text

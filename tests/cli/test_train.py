@@ -318,6 +318,9 @@ def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
     )
     succeed("train", "run.yaml", "train.output=slow", *words)
     assert [path.name for path in (work / "slow/checkpoints").iterdir()] == ["step_000001"]
+    # Resumed, the run knows from the seconds of loading what a save takes.
+    succeed("train", "run.yaml", "train.output=slow", *words)
+    assert [path.name for path in (work / "slow/checkpoints").iterdir()] == ["step_000001"]
 
 
 def test_a_last_step_that_cannot_be_told_is_saved_in_any_case(work, monkeypatch):

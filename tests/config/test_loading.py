@@ -47,6 +47,7 @@ def test_every_problem_has_path_value_rule_and_the_nearest_spelling():
     raw = {
         "model": {"preset": "llama-3.2-1", "num_layers": 0},
         "data": {"tokens": "tok", "shufle": True, "isolate_documents": "maybe"},
+        "validation": {"every": 1, "sets": {"own": {"tokens": "tok", "max_length": 5}}},
         "sequence": {"length": "32KI", "num_subsequences": 0, "partition": "flop"},
         "optimiser": {"lr": 1},
         "lr": 3e-4,
@@ -63,6 +64,7 @@ def test_every_problem_has_path_value_rule_and_the_nearest_spelling():
         "data.isolate_documents": "must be a valid boolean",
         "data.shufle": "unknown key. Did you mean 'shuffle'?",
         "sequence.length": "'32KI' is not a size; write one such as 32Ki, 2GiB or 4096",
+        "validation.sets.own.max_length": "unknown key. Did you mean 'length'?",
         "sequence.num_subsequences": "neither auto nor valid: must be greater than or equal to 1",
         "sequence.partition": "not one of auto, flops, length. Did you mean 'flops'?",
         "activations.policy": "not one of auto, retain, keep_attention, recompute, offload_all, "

@@ -4,7 +4,7 @@ import pytest
 
 from experiments import peers
 from experiments.published import compare
-from experiments.tables import report
+from experiments.reports import report
 
 
 def test_the_committed_report_has_every_length_and_what_others_measured():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import tables
+from experiments import comparison, tables
 from tests.documents import ROOT, pages
 
 
@@ -14,7 +14,7 @@ def test_no_table_of_a_page_is_stale():
 def test_a_table_is_written_between_its_comments_and_an_unknown_one_is_refused():
     page = "a\n<!-- table: {} -->\nold\n<!-- end of table -->\nb\n"
     written = tables.with_tables(page.format("peers"))
-    assert written == page.format("peers").replace("old", f"\n{tables.peers()}\n")
+    assert written == page.format("peers").replace("old", f"\n{comparison.peers()}\n")
     assert tables.with_tables(written) == written
     with pytest.raises(KeyError, match="unknown"):
         tables.with_tables(page.format("unknown"))

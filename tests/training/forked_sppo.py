@@ -27,6 +27,10 @@ from types import SimpleNamespace
 from tests.unpainted import unpainted
 
 ROOT = Path(__file__).parents[2]
+_ON_SMALL_DISK = (
+    *("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)), "sh", "-c"),
+    *('mount -t tmpfs -o size=32m none "$DISK" && exec "$@"', "sh"),
+)
 _LOOK_EVERY_S = 0.01
 _GONE_S = 2.0
 """Longest time for which processes of a call that has ended may be dying."""
@@ -47,22 +51,37 @@ class Ended:
 
 
 class ForkedSppo:
-    """The other end: starts the process and asks it."""
+    """The other end: starts the process and asks it.
 
-    def __init__(self):
+    Args:
+        disk: Directory on which the process, and what it forks, has a small disk in memory.
+    """
+
+    def __init__(self, *, disk=None):
+        command = [sys.executable, "-m", "tests.training.forked_sppo"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.forked_sppo"],
+            command if disk is None else [*_ON_SMALL_DISK, *command],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={
                 **os.environ,
+                "DISK": str(disk),
                 "OMP_NUM_THREADS": "1",
                 "COLUMNS": "200",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             },
         )
+        self._process.stdout.readline()  # the small disk is there, and all is imported
+        self.disk = Path(f"/proc/{self._process.pid}/root{disk}")
+        """The small disk, as this process sees it once a call has ended."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def __call__(self, *argv, cwd, hook=None, env=None, limit_s=600.0, shuts_down=False):
         """``sppo argv`` in ``cwd``, after ``hook``: names of a module and function, arguments.
@@ -290,6 +309,8 @@ def serve():
     del matplotlib, rich, sppo, torch
     answers = os.fdopen(os.dup(1), "w")
     gc.freeze()  # collections leave out what was imported
+    answers.write("ready\n")
+    answers.flush()
     for line in sys.stdin:
         answers.write(json.dumps(_answer(json.loads(line)).__dict__) + "\n")
         answers.flush()

@@ -87,7 +87,11 @@ def test_a_fault_that_repeats_and_bad_input_end_the_run(train):
     assert (code, len(starts), failures[-1]["action"]) == (1, 2, "end")
     assert "restart   none: a second fault in a row at step 3" in said
     code, starts, failures, said = train("2", 3, restarts=9)
-    assert (code, len(starts), failures[-1]["reason"]) == (2, 1, "bad input is not restarted")
+    assert (code, len(starts), failures[-1]["reason"]) == (
+        2,
+        1,
+        "bad input is not mended by another start",
+    )
 
 
 def test_a_device_to_blame_is_left_out_and_degrees_are_chosen_for_the_others(train, monkeypatch):
@@ -99,7 +103,7 @@ def test_a_device_to_blame_is_left_out_and_degrees_are_chosen_for_the_others(tra
     )
     code, starts, failures, said = train("5", 3, ranks=3, restarts=1, shrink=True)
     assert code == 0
-    assert failures[0]["device"] == 1
+    assert failures[0]["devices"] == [1]
     assert seen[0]["CUDA_VISIBLE_DEVICES"] == "a,b,c"
     assert set(seen[1]["CUDA_VISIBLE_DEVICES"].split(",")) <= {"a", "c"}
     assert starts[0] == []

@@ -27,6 +27,7 @@ _PROGRESS_FILE = "SPPO_PROGRESS_FILE"
 _STORE_IS_HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _THREADS = "OMP_NUM_THREADS"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NCCL_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -56,6 +57,7 @@ class RankEnvironment:
         store_is_hosted: Whether the launcher serves the rendezvous store; otherwise rank 0 does.
         progress_file: File in which the launcher expects the flight record; None if it expects
             none.
+        restarts: Number of times that torchrun has started the ranks of the job again.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class RankEnvironment:
     launcher: Launcher
     store_is_hosted: bool = False
     progress_file: Path | None = None
+    restarts: int = 0
 
     @property
     def is_one_machine(self) -> bool:
@@ -243,6 +246,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
             launcher="sppo" if ours else "torchrun",
             store_is_hosted=environ.get(_STORE_IS_HOSTED) == "True",
             progress_file=Path(progress_file) if ours and progress_file else None,
+            restarts=_number(environ, _RESTARTS) if _RESTARTS in environ else 0,
         ),
         names=_RANK_VARIABLES,
     )

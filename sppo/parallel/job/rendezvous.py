@@ -39,15 +39,17 @@ def connect(environment: RankEnvironment, *, timeout_s: float) -> None:
         ValueError: The port is in use, or the master has no address.
         PeerLostError: Other ranks did not connect in time.
     """
-    store = _connect_to_store(environment, timeout_s=timeout_s)
     rank, world_size = environment.rank, environment.world_size
-    _wait_for_all(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    # The store of torchrun keeps the keys of ranks that it has started before.
+    start = f"sppo start {environment.restarts} of {world_size} ranks"
+    store = PrefixStore(start, _connect_to_store(environment, timeout_s=timeout_s))
+    call = _wait_for_all(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
     if environment.is_one_machine:
         use_loopback()
     with _interface_named(environment), peer_errors("connecting to the other ranks"):
         dist.init_process_group(
             "gloo",
-            store=store,
+            store=PrefixStore(f"call {call}", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -79,13 +81,15 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _wait_for_all(store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank has reached the store; the error names those that have not."""
-    store = PrefixStore("sppo arrivals", store)
+def _wait_for_all(store: Store, *, rank: int, world_size: int, timeout_s: float) -> int:
+    """Wait until every rank has reached the store, and return how often they have, this included.
+
+    Raises:
+        PeerLostError: Some ranks have not come in time; the error names them.
+    """
     with peer_errors("telling the other ranks that this rank is there"):
-        # Ranks that torchrun restarts find the keys of earlier attempts in its store.
-        attempt = store.add(f"calls of rank {rank}", 1)
-        keys = [f"call {attempt} rank {other}" for other in range(world_size)]
+        call = store.add(f"calls of rank {rank}", 1)
+        keys = [f"call {call} rank {other}" for other in range(world_size)]
         store.set(keys[rank], "")
     try:
         with peer_errors("waiting for the other ranks"):
@@ -96,6 +100,7 @@ def _wait_for_all(store: Store, *, rank: int, world_size: int, timeout_s: float)
         raise PeerLostError(
             f"{who} did not come within {timeout_s:g} s (parallel.timeout_s)"
         ) from None
+    return call
 
 
 def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPStore:

@@ -1,4 +1,4 @@
-"""Faults of a job, and the decision after one: to start again, without the device, or to end."""
+"""Faults of a job, and the decision after one: to start again, without a device, or to end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sppo.parallel.job.exit_codes import BAD_INPUT, CORRUPTED, NO_PLAN, NO_ROOM
-from sppo.parallel.job.signals import STOP_CODES
 
-_LEFT_TO_THE_USER = {
-    BAD_INPUT: "bad input is not restarted",
-    NO_PLAN: "a run without a plan is not restarted",
-    NO_ROOM: "a run without room is not restarted",
-    **{code: f"{name} asked for the end" for code, name in STOP_CODES.items()},
-}
-"""Reasons by exit code of ends that another start would repeat, or that the user wants."""
+_NOT_MENDED = {BAD_INPUT: "bad input", NO_PLAN: "the lack of a plan", NO_ROOM: "the lack of room"}
+"""Faults that another start would repeat, by exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +24,15 @@ class Fault:
     """Number of ranks of this start."""
     rank: int
     """Rank to blame."""
-    device: int
-    """Its device, by its number among those that the command sees; on a CPU, its rank in a start
-    with all ranks."""
+    devices: tuple[int, ...]
+    """Its device, by its number among those that the command sees, or several if one of them
+    computed wrong values and it cannot be told which; on a CPU the rank in a start with all."""
     step: int | None
     """Step of that rank, counted from 1; None before its first step after the start."""
     exit_code: int
     """Exit code of the ranks, which is that of the command if the run ends here."""
+    asked: str | None
+    """Name of the signal by which the user, or the system, asked for the end; None without one."""
     cause: str
     """First line of the report."""
     report: str
@@ -52,7 +48,7 @@ class Decision:
     """Reaction to a fault."""
 
     action: Literal["restart", "leave out", "end"]
-    """restart: the same run starts again; leave out: without the device to blame; end: not."""
+    """restart: the same run starts again; leave out: without the devices to blame; end: not."""
     reason: str
     """Reason of the action."""
 
@@ -63,20 +59,23 @@ def decide(faults: Sequence[Fault], *, restarts: int, shrink: bool) -> Decision:
     Args:
         faults: Faults of the run since the user started it, the newest last.
         restarts: Most times that the run is started again.
-        shrink: Whether the run may go on without the device to blame.
+        shrink: Whether the run may go on without the devices to blame.
     """
     newest, before = faults[-1], faults[:-1]
-    if newest.exit_code in _LEFT_TO_THE_USER:
-        return Decision("end", _LEFT_TO_THE_USER[newest.exit_code])
+    if newest.asked is not None:
+        return Decision("end", f"{newest.asked} asked for the end")
+    if newest.exit_code in _NOT_MENDED:
+        return Decision("end", f"{_NOT_MENDED[newest.exit_code]} is not mended by another start")
     if len(before) >= restarts:
         return Decision("end", f"train.restarts={restarts} allows no more")
     is_corrupt = newest.exit_code == CORRUPTED
     repeats = bool(before) and before[-1].step == newest.step
     if not (is_corrupt or repeats):
-        return Decision("restart", "from the newest checkpoint")
+        return Decision("restart", "from the newest checkpoint, if there is one")
     at = "before the first step" if newest.step is None else f"at step {newest.step}"
     reason = "a device is not to be trusted" if is_corrupt else f"a second fault in a row {at}"
-    is_to_blame = is_corrupt or before[-1].device == newest.device
-    if shrink and is_to_blame and newest.num_ranks > 1:
-        return Decision("leave out", f"{reason}: goes on without device {newest.device}")
+    is_to_blame = is_corrupt or before[-1].devices == newest.devices
+    if shrink and is_to_blame and newest.num_ranks > len(newest.devices):
+        without = f"device{'s' * (len(newest.devices) > 1)} {', '.join(map(str, newest.devices))}"
+        return Decision("leave out", f"{reason}: goes on without {without}")
     return Decision("end", reason)

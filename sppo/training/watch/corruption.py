@@ -43,6 +43,11 @@ class _Figures:
     """Norms of what this rank added to gradients, before any reduction, by key of the row."""
 
     @property
+    def is_finite(self) -> bool:
+        """True if loss and norm are neither NaN nor infinite."""
+        return math.isfinite(self.loss + self.norm)
+
+    @property
     def shares(self) -> dict[str, float]:
         """Share of the largest element of each gradient in the norm."""
         return {name: most / self.norm for name, most in self.largest.items() if most}
@@ -127,7 +132,7 @@ class Watch:
             computed = compute()
             self._compare(step, found, self._figures(computed))
             self._say(f"step {step}: {first_of(told)}: computed again, with the same result")
-        if computed.sums.num_valid and math.isfinite(found.loss + found.norm) and found.norm:
+        if computed.sums.num_valid and found.is_finite and found.norm:
             self._elements.add(found.shares)
             for name, value in found.watched.items():
                 self._usual.setdefault(name, UsualFigure()).add(value)
@@ -142,7 +147,7 @@ class Watch:
 
     def _standing_out(self, found: _Figures, computed: Computed) -> list[str]:
         """Return what stands out in the figures of a step, as text."""
-        if not math.isfinite(found.loss + found.norm):
+        if not found.is_finite:
             return [f"loss {found.loss}, gradient norm {found.norm}"]
         shares = found.shares
         return [
@@ -156,26 +161,31 @@ class Watch:
         ]
 
     def _compare(self, step: int, first: _Figures, again: _Figures) -> None:
-        """Blame a rank unless both computations of a step gave the same."""
-        same_loss = self._are_same(first.loss, again.loss)
-        if same_loss and self._are_same(first.norm, again.norm):
+        """Blame a rank unless both computations of a step gave the same, or none a number."""
+        if not (first.is_finite or again.is_finite):
             return
-        added = self._different(first.added, again.added)
-        largest = self._different(first.largest, again.largest)
-        told = self._peers.all_gather((self._job.mesh.at.pipeline, added, largest))
+        slack = self._tolerance * (again.norm if math.isfinite(again.norm) else first.norm)
+
+        def different(of: Callable[[_Figures], Mapping[str, float]]) -> list[str]:
+            then, now = of(first), of(again)
+            return [name for name in then if not abs(then[name] - now[name]) <= slack]  # or NaN
+
+        same_loss = abs(first.loss - again.loss) <= self._tolerance * abs(again.loss)
+        same_norm = abs(first.norm - again.norm) <= slack
+        told = self._peers.all_gather(
+            (
+                self._job.mesh.at.pipeline,
+                different(lambda figures: figures.added),
+                different(lambda figures: figures.largest),
+            )
+        )
+        if same_loss and same_norm and not any(added or largest for _, added, largest in told):
+            return
         what = (
             f"step {step}: loss {first.loss} and gradient norm {first.norm} became {again.loss} "
             f"and {again.norm} when computed again from the same inputs"
         )
         self._blame(blamed_ranks(told, is_of_backward=same_loss), what)
-
-    def _different(self, first: Mapping[str, float], again: Mapping[str, float]) -> list[str]:
-        return [name for name, value in first.items() if not self._are_same(value, again[name])]
-
-    def _are_same(self, one: float, other: float) -> bool:
-        if math.isfinite(one + other):
-            return math.isclose(one, other, rel_tol=self._tolerance)
-        return repr(one) == repr(other)
 
     def _blame(self, ranks: Mapping[int, Sequence[str]], what: str) -> NoReturn:
         """Raise an error on every rank that says which ranks may have wrong values, and of what."""
@@ -219,8 +229,8 @@ def sums_of_bits(rows: Iterable[Tensor]) -> Tensor:
 
     Any one bit changes it by a power of two. Needs no temporary memory.
     """
-    sums = [torch.zeros((), dtype=torch.int64)]
+    sums = []
     for row in rows:
         whole = row.nbytes // 8 * 8 // row.element_size()
         sums.append(row[:whole].view(torch.int64).sum() + row[whole:].view(torch.uint8).sum())
-    return torch.stack(sums[1:] or sums[:0])
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)

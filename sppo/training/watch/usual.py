@@ -17,9 +17,9 @@ _LEAST = 32
 """Least number of steps that a figure is compared with: fewer would make too many stand out."""
 EFFECT = 1e-3
 """Relative change of the norm of all gradients by one wrong element that has to be found."""
-ELEMENT_SHARE = (2 * EFFECT) ** 0.5
-"""Least share of the norm that a wrong element of such an effect has: one of magnitude a, added to
-elements of norm n, makes the norm sqrt(n^2 + a^2), which is n (1 + EFFECT) at a = 4.5 % of n."""
+ELEMENT_SHARE = (1 - (1 + EFFECT) ** -2) ** 0.5
+"""Least share of the norm, 4.5 %, that a wrong element has which makes the norm larger by EFFECT:
+all other elements have at most the norm without it, and squares add up."""
 
 
 def stands_out(value: float, usual: Sequence[float]) -> bool:
@@ -55,7 +55,8 @@ class ElementShares:
     """Shares that single elements of tensors had in the norm of all gradients in the last steps.
 
     In most tensors no element ever has as much as :data:`ELEMENT_SHARE`: one that has stands out,
-    without any history. In few tensors some element often has more; these have a history.
+    without any history. In few tensors some element often has more: one with more than twice as
+    much as any of the last steps stands out.
     """
 
     def __init__(self) -> None:
@@ -67,10 +68,9 @@ class ElementShares:
 
     def standing_out(self, shares: Mapping[str, float]) -> list[str]:
         """Return the names of the tensors whose largest share stands out."""
-        found = []
-        for name, share in shares.items():
-            if share > ELEMENT_SHARE:
-                usual = [step[name] for step in self._last if name in step]
-                if not usual or stands_out(share, usual):
-                    found.append(name)
-        return found
+        large = {name: share for name, share in shares.items() if share > ELEMENT_SHARE}
+        return [
+            name
+            for name, share in large.items()
+            if share > 2 * max((step.get(name, 0.0) for step in self._last), default=0.0)
+        ]

@@ -10,6 +10,7 @@ import typer
 from sppo.cli.stop_signals import Stopped
 from sppo.parallel.job.failure_report import RankEnd, exit_code, failure_report, first_failure
 from sppo.parallel.job.flight_record import ProgressNote, RankProgress, RankState, read_progress
+from sppo.parallel.job.job_end import JobEnd
 from sppo.parallel.job.peer_errors import LATE, PeerLostError, peer_errors
 
 
@@ -278,6 +279,9 @@ def test_the_rank_that_did_not_answer_is_to_blame():
     assert lines[1].endswith(f"(0F2): {late}")
     assert lines[2].startswith("  rank 2 was running")
     assert len(lines) == 3
+    job = JobEnd(tuple(ends), started_s=0.0)
+    assert job.blamed is ends[1]
+    assert job.seconds()["noticed"] == job.ends[0].ended_s - 9
 
 
 def test_a_rank_whose_earlier_wait_ran_out_does_not_take_the_blame():

@@ -68,6 +68,25 @@ Path(f"total{{rank}}").write_text(f"{{total.item()}} {{os.environ['GLOO_SOCKET_I
         assert (tmp_path / f"total{rank}").read_text() == "3.0 lo"
 
 
+def test_ranks_that_torchrun_starts_again_meet_in_the_same_store(run, tmp_path):
+    """Rank 1 had not come when rank 0 gave up, and the store keeps what rank 0 has said."""
+    code = """
+if not place.restarts:
+    if rank == 0:
+        try:
+            connected(timeout_s=1.0)
+        except PeerLostError:
+            pass
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, "TORCHELASTIC_RESTART_COUNT": "1"})
+connected()
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+Path(f"total{rank}").write_text(f"{total.item()}")
+"""
+    assert run(CONNECTED + code, num_ranks=2) == 0
+    assert [(tmp_path / f"total{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]
+
+
 def test_facts_that_some_ranks_lack_differ():
     report = difference_report([{"a": "1"}, {"a": "1", "b": "2"}, {"a": "1", "b": "2"}])
     assert report.splitlines()[1:-1] == ["  b: nothing on rank 0, 2 on ranks 1, 2"]
@@ -227,8 +246,10 @@ def test_between_machines_the_interface_is_named(monkeypatch, local_world_size):
     def lost(*_, **__):
         raise RuntimeError("Gloo connectFullMesh failed with timed out connecting")
 
-    monkeypatch.setattr(rendezvous, "_connect_to_store", lambda *_, **__: None)
-    monkeypatch.setattr(rendezvous, "_wait_for_all", lambda *_, **__: None)
+    monkeypatch.setattr(
+        rendezvous, "_connect_to_store", lambda *_, **__: rendezvous.dist.HashStore()
+    )
+    monkeypatch.setattr(rendezvous, "_wait_for_all", lambda *_, **__: 1)
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lost)
     monkeypatch.setattr(rendezvous, "use_loopback", lambda: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
