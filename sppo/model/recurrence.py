@@ -128,7 +128,7 @@ class Recurrence:
         starts = [s - tile.start for s in self.starts if tile.start <= s < tile.stop]
         matrix_HKV, rows_RM, inputs_CI, *conv, log_rate_H, bias_H = operands
         heads = self.linear.value_heads
-        qkv_CM, a_CH, b_CH = inputs_CI.split([self.linear.conv_width, heads, heads], 1)
+        qkv_CM, a_CH, b_CH = torch.split(inputs_CI, [self.linear.conv_width, heads, heads], 1)
         y_CM, rows_RM = _convolve(torch.cat([rows_RM, qkv_CM]), torch.cat(conv), starts)
         q, k, v = torch.split(functional.silu(y_CM), [len(weight) for weight in conv], 1)
         q_CJK, k_CJK = (_of_length_1(x.view(len(x), -1, self.linear.key_size)) for x in (q, k))
