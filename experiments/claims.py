@@ -110,7 +110,7 @@ def _hybrid(report: Report) -> str:
     return (
         "A hybrid with three linear layers of four takes "
         f"{hybrid['step_s'] / full['step_s']:.2f}x the time and "
-        f"{hybrid['tensors_peak_bytes'] / full['tensors_peak_bytes']:.2f}x the memory of attention "
+        f"{hybrid['kv_bytes'] / full['kv_bytes']:.2f}x the memory for K, V and states of attention "
         "everywhere, at 64Ki tokens."
     )
 
@@ -136,7 +136,7 @@ def _documents(report: Report) -> str:
 
     def gain(name: str) -> float:
         turns = zip(sides[name], sides["elastic_auto"], strict=True)
-        return statistics.median(other / planned for other, planned in turns)
+        return float(statistics.median(other / planned for other, planned in turns))
 
     return (
         f"Planned steps of 32 documents process {gain('fixed'):.2f}x the tokens per second of "
@@ -191,6 +191,19 @@ def _restarts(report: Report) -> str:
     return (
         "With `train.restarts` a small run of two ranks is at its next good step "
         f"{seconds['in all']:.0f} s after one rank is killed (seconds until {parts})."
+    )
+
+
+def _corruption(report: Report) -> str:
+    flips, ordinary = report["flips"], report["ordinary"].values()
+    steps, alarms, again = (
+        sum(one[key] for one in ordinary) for key in ("steps", "differed", "recomputed")
+    )
+    return (
+        f"`train.watch` found {flips['found']} of {flips['with_effect']} flipped bits that change "
+        f"the gradient norm by over 0.1 %, and {flips['weights_found']} of "
+        f"{flips['weights_flipped']} in weights. Of {steps} ordinary steps it computed {again} "
+        f"again and blamed {alarms}, for {report['cost']['share']:.2%} of a step."
     )
 
 
@@ -279,6 +292,7 @@ CLAIMS: tuple[Claim, ...] = (
         _adapters,
     ),
     Claim("restart_seconds", "measured", "python -m experiments.faults --table restart", _restarts),
+    Claim("corruption_watch", "measured", "python -m experiments.corruption", _corruption),
     Claim("solve_seconds", "measured", "sppo solve RUN.yaml", _solver),
     Claim("planned_peers", "simulated", "python -m experiments.peers", _lead, "8 H100"),
     Claim("planned_models", "simulated", "python -m experiments.models", _models, "8 and 64 H100"),

@@ -70,14 +70,13 @@ def exit_codes() -> Iterator[None]:
         if error.errno not in _CODES:
             raise
         fail(_disk_fault(error), code=_CODES[error.errno])
-    except PeerLostError as error:
+    except (PeerLostError, CorruptionError) as error:
+        code = CORRUPTED if isinstance(error, CorruptionError) else FAULT
         if is_started_rank(os.environ):  # the launcher names the cause, and then this rank
-            raise typer.Exit(FAULT) from None
-        fail(_with_notes(str(error), error), code=FAULT)
+            raise typer.Exit(code) from None
+        fail(_with_notes(str(error), error), code=code)
     except NonFiniteError as error:
         fail(str(error), code=FAULT)
-    except CorruptionError as error:
-        fail(str(error), code=CORRUPTED)
     except (RuntimeError, ImportError) as error:
         limit = _exhausted_limit(error)
         if limit is None:

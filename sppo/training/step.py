@@ -231,6 +231,8 @@ def run_step(
     lr = decide(sums)
     loads_LX = _expert_loads(job, result)
     if lr is not None:
+        if watch is not None:
+            watch.check_weights(work.number)
         state.update(sums.gradients, norm=computed.norm, clip_norm=clip_norm, lr=lr)
         if loads_LX is not None:
             balance_(state.choice_biases, loads_LX, amount=job.run.routing.bias_update)

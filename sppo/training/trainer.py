@@ -284,13 +284,16 @@ class StepLoop:
         device.reset_peak()
         work = self._agreed_work(step)
         program = work.planned.program if work.planned else self._schedule
-        display.step_begins(num_actions=len(program.programs[self._job.mesh.at.pipeline]))
+        num_actions = len(program.programs[self._job.mesh.at.pipeline])
+        display.step_begins(num_actions=num_actions)
         lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
 
         def before_action(position: int, action: Action) -> None:
             if alone:
                 stop.check()
-            progress.note(step=work.number, position=position, action=str(action))
+            progress.note(
+                step=work.number, position=position, num_actions=num_actions, action=str(action)
+            )
             display.action()
 
         done = run_step(

@@ -148,7 +148,11 @@ FAULTS: Mapping[str, Fault] = {
         flips.flip_weight,
         "fails",
         5,
-        functions=(*places.KINDS["collective"], *places.KINDS["copy"], *places.KINDS["save"]),
+        functions=tuple(
+            name
+            for kind in ("collective", "copy", "compute", "save")
+            for name in places.KINDS[kind]
+        ),
         prepare=flips.watch_state,
         is_ready=flips.weights_are_watched,
     ),

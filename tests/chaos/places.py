@@ -46,10 +46,10 @@ KINDS: Mapping[str, Sequence[str]] = {
     "copy": (
         "sppo.offload.tiers.Tier.send",
         "sppo.offload.tiers.Tier.fetch",
-        "sppo.offload.block_store.BlockStore.get",
         "sppo.offload.disk.file_tier.FileTier._move",
         "sppo.offload.lane.MappedFileLane._copy",
     ),
+    "compute": ("sppo.offload.block_store.BlockStore.get",),
     "save": (
         "sppo.training.run_checkpoints.RunCheckpoints.save",
         "sppo.checkpoint.checkpoint.CheckpointManager._write",

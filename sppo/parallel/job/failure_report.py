@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sppo.parallel.job.exit_codes import FAULT
+from sppo.parallel.job.exit_codes import BAD_INPUT, FAULT, NO_PLAN, NO_ROOM
 from sppo.parallel.job.flight_record import ProgressNote, RankState
 from sppo.parallel.job.signals import STOP_CODES, signal_name, stopped_exit_code
 
@@ -122,7 +122,8 @@ def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
     """Return whether rank 0, whose output the user sees, has printed why all ranks ended.
 
     True if all ranks ended with the same error message and exit code, or if all ranks ended because
-    of a signal that asked them to. A rank that lost another one, or was stopped, says nothing.
+    of a signal that asked them to. A rank that lost another one, was stopped, or has wrong values
+    says nothing.
     """
     if ends[0].distance:
         return False
@@ -130,7 +131,8 @@ def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
     if codes <= {0, *STOP_CODES}:
         return ends[0].returncode != 0
     messages = {end.message for end in ends}
-    return len(codes) == len(messages) == 1 and min(codes) > FAULT and messages != {""}
+    said_by_all = {BAD_INPUT, NO_PLAN, NO_ROOM}
+    return len(codes) == len(messages) == 1 and codes <= said_by_all and messages != {""}
 
 
 def failure_report(

@@ -86,24 +86,21 @@ class Watch:
         self._sums = sums_of_bits(self._kept.values())
 
     def check_weights(self, step: int) -> None:
-        """Check that the weights are what the last update wrote. Collective.
+        """Check that the weights are what the last update wrote.
+
+        Ranks do not agree on it: the others would go on using the weights meanwhile.
 
         Args:
-            step: Number of the step that is to use them, or to be saved.
+            step: Number of the step whose update, or whose save, comes next.
 
         Raises:
             CorruptionError: Some weight of this rank is not.
-            PeerLostError: Some weight of another rank is not.
         """
-        changed = self._changed_weights()
-        if self._peers.any(bool(changed)):
-            told = enumerate(self._peers.all_gather(changed))
-            what = f"step {step}: weights changed without an update"
-            self._blame({rank: names for rank, names in told if names}, what)
-
-    def _changed_weights(self) -> list[str]:
         equal = (sums_of_bits(self._kept.values()) == self._sums).tolist()
-        return [key for key, is_equal in zip(self._kept, equal, strict=True) if not is_equal]
+        changed = [key for key, is_equal in zip(self._kept, equal, strict=True) if not is_equal]
+        if changed:
+            what = f"step {step}: weights changed without an update"
+            self._blame({self._peers.rank: changed}, what)
 
     # Steps
 
@@ -118,15 +115,14 @@ class Watch:
             The last computation.
 
         Raises:
-            CorruptionError: Weights of this rank changed, or it computed other figures again.
-            PeerLostError: The same of another rank.
+            CorruptionError: This rank computed other figures again.
+            PeerLostError: Another rank did.
         """
         computed = compute()
         found, why = self._figures(computed), []
         if computed.sums.num_valid:
             why = self._standing_out(found, computed)
-        if self._peers.any(bool(why) or bool(self._changed_weights())):
-            self.check_weights(step)
+        if self._peers.any(bool(why)):
             told = [text for texts in self._peers.all_gather(why) for text in texts]
             self._state.engine.take_copies()  # a step records the copies of one computation
             computed = compute()
