@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -52,11 +51,9 @@ from sppo.checkpoint.tensors import (
     saved_shapes,
     silence_single_process_warning,
 )
-from sppo.config import RunConfig
 from sppo.output_file import write_json
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.units import MIB, format_bytes, format_duration
-from sppo.version import __version__
 
 MODEL_PREFIX = "model."
 """Prefix of the keys under which fp32 weights are saved."""
@@ -71,28 +68,6 @@ class CheckpointError(OSError):
 
     def __str__(self) -> str:
         return self.strerror or super().__str__()
-
-
-def run_metadata(
-    config: RunConfig,
-    *,
-    sequences_consumed: int,
-    more: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Return the metadata of a checkpoint: all that a resumed run needs besides the tensors.
-
-    Args:
-        config: Run configuration.
-        sequences_consumed: Number of sequences, or of samples in a run of samples, consumed so
-            far: the position in the data, which is the only state of its order.
-        more: Further state that a resumed run needs, as plain values.
-    """
-    return {
-        **more,
-        "sequences_consumed": sequences_consumed,
-        "sppo_version": __version__,
-        "config": config.model_dump(mode="json"),
-    }
 
 
 class CheckpointManager:
@@ -146,6 +121,7 @@ class CheckpointManager:
         step: int,
         metadata: Mapping[str, Any],
         is_best: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Write the checkpoint of ``step``, then delete all but the newest ``keep`` and the best.
 
@@ -156,8 +132,11 @@ class CheckpointManager:
             state: Tensors that this rank holds, by global name, on any device: blocks, or whole
                 tensors. Blocks that several ranks hold are written once.
             step: Number of optimizer steps done.
-            metadata: JSON-able metadata, see :func:`run_metadata`; that of rank 0 is saved.
+            metadata: JSON-able metadata, see :func:`~sppo.checkpoint.files.run_metadata`; that of
+                rank 0 is saved.
             is_best: Whether the link to the best checkpoint is to point here.
+            check: Called on each rank when its tensors were read for the last time, before the
+                checkpoint is published; an error that it raises ends the rank's save.
 
         Raises:
             CheckpointError: This save, or the previous background save, failed on any rank. Partial
@@ -175,9 +154,10 @@ class CheckpointManager:
         needed = self._ranks.decided_by_main(lambda: self._make_room(sizes, step=step))
         silence_single_process_warning()  # here, because warning filters are not thread-safe
         if self._writer is None:
-            self._write(blocks, step, metadata, needed)
+            self._write(blocks, step, metadata, needed, check)
         else:
             staged = self._ranks.done_by_all(lambda: _copies(blocks))
+            check()
             self._in_flight = self._writer.submit(self._write, staged, step, dict(metadata), needed)
         self._current_step = step
 
@@ -265,12 +245,20 @@ class CheckpointManager:
             raise self._save_error(error, step=step, needed=needed) from error
         return needed
 
-    def _write(self, state: Blocks, step: int, metadata: Mapping[str, Any], needed: int) -> None:
+    def _write(
+        self,
+        state: Blocks,
+        step: int,
+        metadata: Mapping[str, Any],
+        needed: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         started, ranks = time.perf_counter(), self._writing_ranks
         own = partial_path(self.directory, step=step)
         try:
             partial = ranks.decided_by_main(lambda: _made(own))
             written = save_tensors(state, directory=partial, ranks=ranks)
+            check()
             sums = ranks.told_to_main(lambda: sum_files(written))
             ranks.decided_by_main(
                 lambda: self._publish(partial, sums, step=step, metadata=metadata)

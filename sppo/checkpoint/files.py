@@ -1,4 +1,4 @@
-"""Checkpoint directories: their names, and their creation and deletion by one rename each.
+"""Checkpoint directories: their names and metadata; made and deleted by one rename each.
 
 ``checkpoints/step_000012/`` is always complete; ``best`` is a link to the best of them.
 ``step_000012.partial-<pid>`` is being written, and ``step_000012.deleting-<pid>`` is being deleted;
@@ -11,9 +11,14 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from sppo.config import RunConfig
 from sppo.output_file import sync_directory
+from sppo.version import __version__
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 """Name of the directory of checkpoints in a run's output directory."""
@@ -114,3 +119,25 @@ def remove_leftovers(directory: Path) -> None:
         if _LEFTOVER.fullmatch(path.name):
             _logger.info("removing %s, left by a run that was killed", path)
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+def run_metadata(
+    config: RunConfig,
+    *,
+    sequences_consumed: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the metadata of a checkpoint: all that a resumed run needs besides the tensors.
+
+    Args:
+        config: Run configuration.
+        sequences_consumed: Number of sequences, or of samples in a run of samples, consumed so
+            far: the position in the data, which is the only state of its order.
+        more: Further state that a resumed run needs, as plain values.
+    """
+    return {
+        **more,
+        "sequences_consumed": sequences_consumed,
+        "sppo_version": __version__,
+        "config": config.model_dump(mode="json"),
+    }

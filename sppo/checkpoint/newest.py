@@ -37,7 +37,7 @@ class Checkpoint:
     step: int
     """Number of optimizer steps done when the checkpoint was saved."""
     metadata: dict[str, Any]
-    """Metadata of the run (:func:`~sppo.checkpoint.checkpoint.run_metadata`), with ``step``
+    """Metadata of the run (:func:`~sppo.checkpoint.files.run_metadata`), with ``step``
     added."""
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from sppo.checkpoint.checkpoint import MODEL_PREFIX, CheckpointManager, run_metadata
-from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.checkpoint.checkpoint import MODEL_PREFIX, CheckpointManager
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints, run_metadata
 from sppo.checkpoint.newest import Checkpoint
 from sppo.data.tokens import TokenData
 from sppo.hardware.faults import mean_time_between_stops_s, saving_interval_s
@@ -194,6 +194,7 @@ class RunCheckpoints:
         sequences_consumed: int,
         more: Mapping[str, Any],
         is_best: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> str | None:
         """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.
 
@@ -202,6 +203,7 @@ class RunCheckpoints:
             sequences_consumed: Number of sequences, or samples, that these steps consumed.
             more: Further metadata that the next steps need to resume.
             is_best: Whether this is the best checkpoint so far, which is kept.
+            check: Called when the state was read, before the checkpoint is published.
         """
         self._peers.decided_by_main(lambda: require_output(self._output))
         began, state = time.monotonic(), self._state.optimizer.state()
@@ -221,7 +223,7 @@ class RunCheckpoints:
         )
         biases = choice_bias_blocks(self._state.choice_biases)
         saved = {**self._state.sharded.saved(state), **biases}
-        self._manager.save(saved, step=step, metadata=metadata, is_best=is_best)
+        self._manager.save(saved, step=step, metadata=metadata, is_best=is_best, check=check)
         self._state.drop_pages()
         self._saved_at = time.monotonic()
         self._saving_s = self._saved_at - began

@@ -380,8 +380,6 @@ class StepLoop:
             CorruptionError: The weights of this rank changed since the last update.
         """
         step = self._outcome.done_steps
-        if self._watch is not None:
-            self._watch.check_weights(step)
         if self._checkpoints.take_request():
             self._records.say(
                 f"saving after step {step}: the file {SAVE_FILE} asked, and is removed"
@@ -391,6 +389,7 @@ class StepLoop:
             sequences_consumed=self._consumed,
             more=self._source.saved(),
             is_best=is_best,
+            check=lambda: None if self._watch is None else self._watch.check_weights(step),
         )
         if unsaved is not None:
             self._records.say(unsaved)

@@ -16,13 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo.checkpoint import checkpoint as checkpoint_module
 from sppo.checkpoint import manifest as checkpoint_manifest
 from sppo.checkpoint import newest as checkpoint_newest
-from sppo.checkpoint.checkpoint import (
-    CheckpointError,
-    CheckpointManager,
-    read_weights,
-    run_metadata,
-)
-from sppo.checkpoint.files import list_checkpoints
+from sppo.checkpoint.checkpoint import CheckpointError, CheckpointManager, read_weights
+from sppo.checkpoint.files import list_checkpoints, run_metadata
 from sppo.checkpoint.newest import InvalidCheckpointError, find_checkpoint
 from sppo.config import RunConfig
 from tests.checkpoint.damage import flip_a_bit, truncate

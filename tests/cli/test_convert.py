@@ -6,7 +6,8 @@ import torch
 from typer.testing import CliRunner
 
 from sppo.checkpoint import checkpoint
-from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.checkpoint import CheckpointManager
+from sppo.checkpoint.files import run_metadata
 from sppo.checkpoint.newest import Checkpoint
 from sppo.cli.convert import app
 from sppo.config import PRESETS, ModelConfig
