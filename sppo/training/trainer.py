@@ -374,23 +374,25 @@ class StepLoop:
             self._save()
 
     def _save(self, *, is_best: bool = False) -> str | None:
-        """Save a checkpoint; print and return why it was not saved, or return None.
-
-        Raises:
-            CorruptionError: The weights of this rank changed since the last update.
-        """
+        """Save a checkpoint; print and return why it was not saved, or return None."""
         step = self._outcome.done_steps
         if self._checkpoints.take_request():
             self._records.say(
                 f"saving after step {step}: the file {SAVE_FILE} asked, and is removed"
             )
+
+        def check() -> None:
+            if self._watch is not None:
+                self._watch.check_weights(step)
+
         unsaved = self._checkpoints.save(
             step,
             sequences_consumed=self._consumed,
             more=self._source.saved(),
             is_best=is_best,
-            check=lambda: None if self._watch is None else self._watch.check_weights(step),
+            check=check,
         )
         if unsaved is not None:
+            check()  # values that are not finite may be a device's fault
             self._records.say(unsaved)
         return unsaved
