@@ -388,6 +388,7 @@ class StepLoop:
             check=self._check_weights,
         )
         if unsaved is not None:
+            self._check_weights()  # values that are not finite may be a device's fault
             self._records.say(unsaved)
         return unsaved
 
