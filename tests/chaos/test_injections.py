@@ -11,7 +11,7 @@ from tests.chaos.injections import Injector
 from tests.chaos.isolation import can_isolate
 from tests.training.forked_sppo import ForkedSppo
 
-SAMPLE = (35, 256, 2, 103, 204)
+SAMPLE = (35, 361, 2, 103, 204)
 """One in each layout: a kill, a stop, a bug, and flipped bits in a block and in a weight."""
 MANY = 300
 """Injections of ``-m chaos``, and the first of their seeds."""

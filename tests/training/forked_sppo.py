@@ -83,7 +83,7 @@ class ForkedSppo:
     def __exit__(self, *_):
         self.close()
 
-    def __call__(self, *argv, cwd, hook=None, env=None, limit_s=600.0, shuts_down=False):
+    def __call__(self, *argv, cwd, hook=None, env=None, limit_s=300.0, shuts_down=False):
         """``sppo argv`` in ``cwd``, after ``hook``: names of a module and function, arguments.
 
         ``shuts_down``: ranks end as an interpreter does, which takes as long as some steps; if not,
