@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 
 _EPS = 1e-6
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24
-"""Elements that are converted to float64 at a time: few enough for the cache of a CPU, and on a
+"""Elements that are copied or converted at a time: few enough for the cache of a CPU, and on a
 device so many that few kernels are launched."""
 
 
@@ -54,7 +54,7 @@ def largest_elements(
 
 def second_largest(gradient: Tensor) -> float:
     """Return the second largest magnitude of a gradient; 0 if it has one element."""
-    parts = torch.split(gradient.reshape(-1), _DEVICE_CHUNK)
+    parts = torch.split(gradient.reshape(-1), _chunk_of(gradient))
     tops = torch.cat([part.abs().topk(min(2, part.numel())).values for part in parts])
     return float(tops.sort(descending=True).values[1:].max()) if tops.numel() > 1 else 0.0
 
@@ -106,8 +106,7 @@ def sum_of_squares(
         after_each: Function to call after each tensor has been read, or None.
     """
     device = tensors[0].device
-    chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-    chunk = min(chunk, max(1, *(x.numel() for x in tensors)))
+    chunk = min(_chunk_of(tensors[0]), max(1, *(x.numel() for x in tensors)))
     converted = torch.empty(chunk, dtype=torch.float64, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
@@ -117,3 +116,8 @@ def sum_of_squares(
         if after_each is not None:
             after_each()
     return total
+
+
+def _chunk_of(tensor: Tensor) -> int:
+    """Return the number of elements to read at a time on the device of a tensor."""
+    return _CPU_CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK

@@ -47,7 +47,8 @@ def train_on_ranks(ready: ReadyRun, words: Sequence[str], *, console: Console) -
             return 0
         faults.append(_fault(end, ready, attempt=len(faults) + 1))
         decision = decide(faults, restarts=restarts, shrink=shrink)
-        _keep(faults[-1], decision, output)
+        if end.is_failure:
+            _keep(faults[-1], decision, output)
         if decision.action == "end":
             if restarts:
                 print_titled("restart", f"none: {decision.reason}", console)

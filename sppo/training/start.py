@@ -198,7 +198,9 @@ def _chosen_degrees(
         from sppo.training.devices.device import chosen_degrees
     if run.data.samples == "documents":
         how = "as sppo solve does: this may take minutes"
-        print_titled("degrees", f"planning drawn steps for {ranks} devices, {how}", console)
+        print_titled(
+            "degrees", f"planning drawn steps for {counted(ranks, 'device')}, {how}", console
+        )
     chosen = chosen_degrees(run, environment, ranks=ranks)
     degrees = MeshShape.of(run.parallel.model_copy(update=chosen))
     where = f"chosen for {counted(ranks, 'device')}; {whose}"

@@ -374,7 +374,11 @@ class StepLoop:
             self._save()
 
     def _save(self, *, is_best: bool = False) -> str | None:
-        """Save a checkpoint; print and return why it was not saved, or return None."""
+        """Save a checkpoint; print and return why it was not saved, or return None.
+
+        Raises:
+            CorruptionError: The weights of this rank changed since the last update.
+        """
         step = self._outcome.done_steps
         if self._checkpoints.take_request():
             self._records.say(
@@ -390,8 +394,3 @@ class StepLoop:
         if unsaved is not None:
             self._records.say(unsaved)
         return unsaved
-
-    def _check_weights(self) -> None:
-        """Raise CorruptionError if weights of this rank changed since the last update."""
-        if self._watch is not None:
-            self._watch.check_weights(self._outcome.done_steps)

@@ -17,6 +17,7 @@ from tests.chaos.layouts import LAYOUTS
 from tests.training.forked_sppo import ForkedSppo
 
 Counts = dict[str, int]
+_ENDS = ("well", "wrong", "not struck")
 
 
 def main() -> None:
@@ -44,18 +45,18 @@ def main() -> None:
 
 
 def _counts(injector: Injector, seeds: range) -> dict[str, dict[str, Counts]]:
-    """Run the injections of seeds; return how many ended well or wrong, by layout and by kind."""
-    by_layout: dict[str, Counts] = defaultdict(lambda: {"well": 0, "wrong": 0})
-    by_kind: dict[str, Counts] = defaultdict(lambda: {"well": 0, "wrong": 0})
+    """Run the injections of seeds; return how many ended in which way, by layout and by kind."""
+    by_layout = defaultdict[str, Counts](lambda: dict.fromkeys(_ENDS, 0))
+    by_kind = defaultdict[str, Counts](lambda: dict.fromkeys(_ENDS, 0))
     for seed in seeds:
         injection, began_s = injector.draw(seed), time.monotonic()
-        problem = injector.verdict(injection)
-        word = "wrong" if problem else "well"
+        verdict = injector.verdict(injection)
+        word = "wrong" if verdict.problem else "well" if verdict.struck else "not struck"
         by_layout[injection.layout][word] += 1
         by_kind[injection.kind][word] += 1
         print(f"{word} {time.monotonic() - began_s:.1f} s, {injection}", flush=True)
-        if problem:
-            print("  " + problem.replace("\n", "\n  "), flush=True)
+        if verdict.problem:
+            print("  " + verdict.problem.replace("\n", "\n  "), flush=True)
     return {"by_layout": by_layout, "by_kind": by_kind}
 
 

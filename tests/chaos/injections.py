@@ -59,6 +59,16 @@ class Injection:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict on an injection."""
+
+    struck: bool
+    """False if the run did not come to the place, as threads of copies make no equal calls."""
+    problem: str
+    """What is wrong with the end of the run; "" if nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """A run without a fault."""
 
@@ -73,7 +83,7 @@ class Injector:
     """Runs injections in forked processes, on their small disk.
 
     Args:
-        directory: Directory for the inputs of the runs.
+        directory: Directory for the inputs of the runs, and for the runs without a small disk.
         sppo: Command to run.
     """
 
@@ -108,8 +118,8 @@ class Injector:
             (*(f"{name}={value}" for name, value in words.items()), *fault.words),
         )
 
-    def verdict(self, injection: Injection) -> str:
-        """Run an injection and return what is wrong with its end; "" if nothing is."""
+    def verdict(self, injection: Injection) -> Verdict:
+        """Run an injection; judge its end, and that of the same command after it if it failed."""
         directory = self._made(injection.layout)
         arguments = {
             "directory": str(directory),
@@ -127,7 +137,8 @@ class Injector:
                 again = self._sppo(*words, cwd=directory)
                 if again.returncode:
                     problem = f"again it ends with {again.returncode}: {again.stderr[-2000:]}"
-            return problem or self._difference(injection.layout, directory)
+            problem = problem or self._difference(injection.layout, directory)
+            return Verdict((directory / STRUCK_FILE).exists(), problem)
         finally:
             shutil.rmtree(directory)
 
@@ -146,7 +157,7 @@ class Injector:
         if not inputs.exists():
             inputs.mkdir()
             write_layout(layout, inputs)
-        directory = Path(tempfile.mkdtemp(dir=self._sppo.disk))
+        directory = Path(tempfile.mkdtemp(dir=self._sppo.disk or self._directory))
         return shutil.copytree(inputs, directory, dirs_exist_ok=True)
 
     def _reference(self, layout: str) -> Reference:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sppo.optim import gradient_norm
-from sppo.optim.gradient_norm import clip_, global_norm, sum_of_squares
+from sppo.optim.gradient_norm import clip_, global_norm, second_largest, sum_of_squares
 from tests.kernels.allocations import peak_bytes
 
 SHAPES = [[(3, 5)], [(7,), (), (0, 4), (200, 700)], [(1, 1 << 16), (1 << 16, 1), (3, 1)]]
@@ -32,6 +32,16 @@ def test_a_bad_value_anywhere_shows(bad):
 def test_no_copy_of_the_gradients_is_made():
     gradients = [torch.ones(1 << 20), torch.ones(1 << 19)]
     assert peak_bytes(lambda: sum_of_squares(gradients)) < 9 * gradient_norm._CPU_CHUNK
+    assert peak_bytes(lambda: second_largest(gradients[0])) < 9 * gradient_norm._CPU_CHUNK
+
+
+def test_the_second_largest_is_found_in_any_chunk():
+    gradient = torch.zeros(3, gradient_norm._CPU_CHUNK)
+    assert second_largest(gradient[0, :1]) == second_largest(gradient) == 0
+    gradient[0, 5], gradient[2, 7] = -4, 9
+    assert second_largest(gradient) == 4
+    gradient[2, 8] = -8
+    assert second_largest(gradient) == 8
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])

@@ -74,8 +74,8 @@ class ForkedSppo:
             },
         )
         self._process.stdout.readline()  # the small disk is there, and all is imported
-        self.disk = Path(f"/proc/{self._process.pid}/root{disk}")
-        """The small disk, as this process sees it once a call has ended."""
+        self.disk = None if disk is None else Path(f"/proc/{self._process.pid}/root{disk}")
+        """The small disk, as this process sees it."""
 
     def __enter__(self):
         return self

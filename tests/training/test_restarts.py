@@ -82,6 +82,12 @@ def test_a_single_rank_starts_again_too(train):
     assert (code, len(starts), failures[0]["num_ranks"]) == (0, 2, 1)
 
 
+def test_a_stop_that_was_asked_for_ends_the_run_and_is_no_failure(train):
+    code, starts, failures, said = train("143", 3, to_blame=0, ranks=1, restarts=1)
+    assert (code, len(starts), failures) == (143, 1, [])
+    assert "restart   none: SIGTERM asked for the end" in said
+
+
 def test_a_fault_that_repeats_and_bad_input_end_the_run(train):
     code, starts, failures, said = train("KILL", 3, 3, restarts=9)
     assert (code, len(starts), failures[-1]["action"]) == (1, 2, "end")

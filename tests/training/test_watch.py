@@ -115,8 +115,8 @@ def test_a_flipped_bit_ends_the_run_before_the_update(work, run_file, flips, pla
     flips.append((3, place, row, 5))
     with pytest.raises(CorruptionError, match=f"rank 0 computed or kept wrong values: {said}"):
         train_alone(run)
-    saved, _ = read_weights("out")
-    assert saved.step == 2
+    checkpoint, _ = read_weights("out")
+    assert checkpoint.step == 2
     train_alone(run.with_values({"train.output": "sound"}))
     train_alone(run)
     assert losses(work / "out") == losses(work / "sound")

@@ -15,6 +15,7 @@ from sppo.parallel.job.failure_report import (
     unanswering,
     was_said_by_rank_0,
 )
+from sppo.parallel.job.signals import STOP_CODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class JobEnd:
         """
         first = first_failure(self.ends)
         return 0 if first is None else exit_code(first, asked=self.asked)
+
+    @property
+    def is_failure(self) -> bool:
+        """True unless all ranks ended well, or because of a signal that asked them to."""
+        return not {end.returncode for end in self.ends} <= {0, *STOP_CODES}
 
     @property
     def report(self) -> str:

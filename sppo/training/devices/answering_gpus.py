@@ -28,8 +28,11 @@ def answering_gpus(count: int) -> tuple[int, ...]:
         )
         for number in range(count)
     ]
-    for process in tries:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, until_s - time.monotonic()))
-        process.kill()
+    try:
+        for process in tries:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until_s - time.monotonic()))
+    finally:
+        for process in tries:
+            process.kill()
     return tuple(number for number, process in enumerate(tries) if process.returncode == 0)
