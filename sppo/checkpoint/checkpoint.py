@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from sppo.checkpoint.newest import (
     find_checkpoint,
     newest_valid,
 )
-from sppo.checkpoint.state_block import Blocks, StateBlock, as_blocks
+from sppo.checkpoint.state_block import Blocks, StateBlock, as_blocks, copied
 from sppo.checkpoint.tensors import (
     BlockKey,
     block_bytes,
@@ -355,14 +354,6 @@ class CheckpointManager:
 def _made(directory: Path) -> Path:
     directory.mkdir()
     return directory
-
-
-def _copies(state: Blocks) -> Blocks:
-    """Return CPU copies of the blocks, so that the caller may change ``state`` during the write."""
-    return {
-        name: [replace(b, tensor=b.tensor.detach().to("cpu", copy=True)) for b in blocks]
-        for name, blocks in state.items()
-    }
 
 
 def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:

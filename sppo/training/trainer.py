@@ -374,11 +374,7 @@ class StepLoop:
             self._save()
 
     def _save(self, *, is_best: bool = False) -> str | None:
-        """Save a checkpoint; print and return why it was not saved, or return None.
-
-        Raises:
-            CorruptionError: The weights of this rank changed since the last update.
-        """
+        """Save a checkpoint; print and return why it was not saved, or return None."""
         step = self._outcome.done_steps
         if self._checkpoints.take_request():
             self._records.say(
@@ -394,3 +390,8 @@ class StepLoop:
         if unsaved is not None:
             self._records.say(unsaved)
         return unsaved
+
+    def _check_weights(self) -> None:
+        """Raise CorruptionError if weights of this rank changed since the last update."""
+        if self._watch is not None:
+            self._watch.check_weights(self._outcome.done_steps)
