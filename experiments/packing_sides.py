@@ -24,6 +24,7 @@ from sppo.planning.elastic.packing import PackedSamples
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.elastic.step_planner import StepPlanner, step_planner
+from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
 
 LEAST_CHUNK = 256
@@ -141,8 +142,11 @@ def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
     }
     plan = plan_samples(
         run_of_longest_samples(check_run(keys, source="experiments")),
-        hardware=divide_cpu(request.hardware, ranks, threads=1, cores=ranks),
-        available_bytes=request.free_bytes,
+        partial(
+            plan_run,
+            hardware=divide_cpu(request.hardware, ranks, threads=1, cores=ranks),
+            available_bytes=request.free_bytes,
+        ),
         steps=request.lengths[:STEPS],
     )
     return step_planner(plan)

@@ -210,18 +210,21 @@ def _launches(which: str) -> Mapping[str, Callable[[], None]]:
 def _elementwise(dtype: Any, width: int) -> None:
     import torch
 
+    from sppo.kernels.norm_parameters import NormParameters
     from sppo.kernels.triton import activations, grouped, merge, norms, rotary, sinks
 
     acc_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.zeros(8, width, dtype=dtype)
     for bias in (None, x[0]):
-        norms.norm(x, x[0], bias, eps=1e-6)
-        norms.add_norm_(x.clone(), x, x[0], bias, eps=1e-6)
+        parameters = NormParameters(x[0], bias, eps=1e-6)
+        norms.norm(x, parameters)
+        norms.add_norm_(x.clone(), x, parameters)
         for residual in (None, x):
-            norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=residual)
-        norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=x, with_parameters=False)
-    norms.norm(x, x[0], None, eps=1e-6, offset=True)
-    norms.norm_backward(x, x, x[0], None, eps=1e-6, offset=True, dresidual_CE=x)
+            norms.norm_backward(x, x, parameters, dresidual_CE=residual)
+        norms.norm_backward(x, x, parameters, dresidual_CE=x, with_parameters=False)
+    offset = NormParameters(x[0], None, eps=1e-6, offset=True)
+    norms.norm(x, offset)
+    norms.norm_backward(x, x, offset, dresidual_CE=x)
     heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
     for pairs in (32, 16):
         rotary.turn(heads, angles[..., :pairs], angles[..., :pairs], sign=1.0)

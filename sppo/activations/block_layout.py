@@ -166,14 +166,15 @@ class BlockLayout:
         tensors = max(map(len, self.row_bytes.values()), default=0)
         return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
 
-    def taken_at_once(self, *, attention_saved: bool) -> int:
-        """Return the largest number of layers that backward runs together, sharing an input."""
-        return min(self.input_every, len(self.layers)) if attention_saved else 1
+    @property
+    def taken_at_once(self) -> int:
+        """Largest number of layers that backward runs together, sharing an input."""
+        return min(self.input_every, len(self.layers))
 
     @property
     def ring_slots(self) -> int:
         """Number of device slots for the blocks that are prefetched or in use."""
-        return PREFETCH_LAYERS + self.taken_at_once(attention_saved=True)
+        return PREFETCH_LAYERS + self.taken_at_once
 
     @property
     def staging_slots(self) -> int:

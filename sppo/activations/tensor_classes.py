@@ -8,8 +8,8 @@ The classes in the order of the value of a saved byte, highest first:
                x_mid, and mlp_out; recomputed by matrix products, 4 sqrt(E F) FLOPs per byte
 
 A layer with linear attention has nothing of the class attention, and in place of q and k the
-inputs of its convolution, linear_qkv, of its gate, linear_gate, and of the decays and strengths of
-its updates, linear_ab. Backward runs its recurrence again, whatever is saved.
+inputs of its recurrence, linear_inputs, and of its gate, linear_gate. Backward runs its recurrence
+again, whatever is saved.
 
 :mod:`sppo.model.layer` says from which tensors each is recomputed. K and V are in none of the
 classes: later subsequences read them, so they stay in the KV store. The experts that tokens have

@@ -21,6 +21,7 @@ from sppo.cost.parameter_groups import UpdateRule
 from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import token_losses
 from sppo.kernels.linear import accumulate_bias_gradient
+from sppo.kernels.norm_parameters import NormParameters
 from sppo.kernels.rotary import RotaryTable, rotate
 from sppo.kernels.sinks import apply_sinks_, sink_gradient
 from sppo.optim.fused_adamw import FusedAdamW
@@ -55,22 +56,27 @@ def _kernel(
     """Return the maker of a kernel's call.
 
     Args:
-        call: Kernel, called with the tensors and then the vectors.
+        call: Kernel, called with the tensors, and a norm also with its parameters.
         tensors: Number of operands of all elements.
-        vectors: Number of operands as wide as the last dimension, such as a norm's weight and bias.
+        vectors: 1 for a norm with a weight, 2 for one with a bias as well, 0 for another kernel.
         shape: Shape of the tensors.
     """
 
     def make(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
         full = shape(operands.device, elements)
-        shapes = [full] * tensors + [full[-1:]] * vectors
-        return partial(call, *(operands.take(*of, dtype=dtype) for of in shapes))
+        found: list[object] = [operands.take(*full, dtype=dtype) for _ in range(tensors)]
+        if vectors:
+            weight, *bias = (operands.take(*full[-1:], dtype=dtype) for _ in range(vectors))
+            found.append(NormParameters(weight, bias[0] if bias else None, _EPS))
+        return partial(call, *found)
 
     return make
 
 
-def _add_norm_backward(dy: Tensor, x: Tensor, dresidual: Tensor, *parameters: Tensor) -> object:
-    return elementwise.norm_backward(dy, x, *parameters, eps=_EPS, dresidual_CE=dresidual)
+def _add_norm_backward(
+    dy: Tensor, x: Tensor, dresidual: Tensor, parameters: NormParameters
+) -> object:
+    return elementwise.norm_backward(dy, x, parameters, dresidual_CE=dresidual)
 
 
 def _rotary(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
@@ -165,21 +171,17 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     return step
 
 
-_norm = partial(elementwise.norm, eps=_EPS)
-_norm_backward = partial(elementwise.norm_backward, eps=_EPS)
-_add_norm = partial(elementwise.add_norm_, eps=_EPS)
-
 MAKERS: Mapping[str, Maker] = {
-    "rmsnorm": _kernel(_norm, tensors=1, vectors=1),
-    "rmsnorm_backward": _kernel(_norm_backward, tensors=2, vectors=1),
-    "rmsnorm_add": _kernel(_add_norm, tensors=2, vectors=1),
+    "rmsnorm": _kernel(elementwise.norm, tensors=1, vectors=1),
+    "rmsnorm_backward": _kernel(elementwise.norm_backward, tensors=2, vectors=1),
+    "rmsnorm_add": _kernel(elementwise.add_norm_, tensors=2, vectors=1),
     "rmsnorm_add_backward": _kernel(_add_norm_backward, tensors=3, vectors=1),
-    "layernorm": _kernel(_norm, tensors=1, vectors=2),
-    "layernorm_backward": _kernel(_norm_backward, tensors=2, vectors=2),
-    "layernorm_add": _kernel(_add_norm, tensors=2, vectors=2),
+    "layernorm": _kernel(elementwise.norm, tensors=1, vectors=2),
+    "layernorm_backward": _kernel(elementwise.norm_backward, tensors=2, vectors=2),
+    "layernorm_add": _kernel(elementwise.add_norm_, tensors=2, vectors=2),
     "layernorm_add_backward": _kernel(_add_norm_backward, tensors=3, vectors=2),
-    "head_norm": _kernel(_norm, tensors=1, vectors=1, shape=_heads),
-    "head_norm_backward": _kernel(_norm_backward, tensors=2, vectors=1, shape=_heads),
+    "head_norm": _kernel(elementwise.norm, tensors=1, vectors=1, shape=_heads),
+    "head_norm_backward": _kernel(elementwise.norm_backward, tensors=2, vectors=1, shape=_heads),
     "rotary": _rotary,
     "add": _kernel(Tensor.add_, tensors=2),
     "scale": _kernel(lambda x: x.mul_(1.0), tensors=1),

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from sppo.checkpoint.newest import (
     find_checkpoint,
     newest_valid,
 )
-from sppo.checkpoint.state_block import Blocks, StateBlock, as_blocks
+from sppo.checkpoint.state_block import Blocks, StateBlock, as_blocks, copied
 from sppo.checkpoint.tensors import (
     BlockKey,
     block_bytes,
@@ -135,8 +134,8 @@ class CheckpointManager:
             metadata: JSON-able metadata, see :func:`~sppo.checkpoint.files.run_metadata`; that of
                 rank 0 is saved.
             is_best: Whether the link to the best checkpoint is to point here.
-            check: Called on each rank when its tensors were read for the last time, before the
-                checkpoint is published; an error that it raises ends the rank's save.
+            check: Called once the state was read. Collective: what it raises, the save raises, and
+                the checkpoint is not published.
 
         Raises:
             CheckpointError: This save, or the previous background save, failed on any rank. Partial
@@ -156,7 +155,7 @@ class CheckpointManager:
         if self._writer is None:
             self._write(blocks, step, metadata, needed, check)
         else:
-            staged = self._ranks.done_by_all(lambda: _copies(blocks))
+            staged = self._ranks.done_by_all(lambda: copied(blocks))
             check()
             self._in_flight = self._writer.submit(self._write, staged, step, dict(metadata), needed)
         self._current_step = step
@@ -355,14 +354,6 @@ class CheckpointManager:
 def _made(directory: Path) -> Path:
     directory.mkdir()
     return directory
-
-
-def _copies(state: Blocks) -> Blocks:
-    """Return CPU copies of the blocks, so that the caller may change ``state`` during the write."""
-    return {
-        name: [replace(b, tensor=b.tensor.detach().to("cpu", copy=True)) for b in blocks]
-        for name, blocks in state.items()
-    }
 
 
 def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:

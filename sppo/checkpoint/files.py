@@ -34,6 +34,28 @@ _COMPLETE = re.compile(r"step_(\d{6,})")
 _LEFTOVER = re.compile(r"(?:step_\d{6,}|best)\.(?:partial|deleting)-\d+")
 
 
+def run_metadata(
+    config: RunConfig,
+    *,
+    sequences_consumed: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the metadata of a checkpoint: all that a resumed run needs besides the tensors.
+
+    Args:
+        config: Run configuration.
+        sequences_consumed: Number of sequences, or of samples in a run of samples, consumed so
+            far: the position in the data, which is the only state of its order.
+        more: Further state that a resumed run needs, as plain values.
+    """
+    return {
+        **more,
+        "sequences_consumed": sequences_consumed,
+        "sppo_version": __version__,
+        "config": config.model_dump(mode="json"),
+    }
+
+
 def step_name(step: int) -> str:
     """Return the directory name of a checkpoint, e.g. ``step_000012``."""
     return f"step_{step:06d}"
@@ -119,25 +141,3 @@ def remove_leftovers(directory: Path) -> None:
         if _LEFTOVER.fullmatch(path.name):
             _logger.info("removing %s, left by a run that was killed", path)
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-
-def run_metadata(
-    config: RunConfig,
-    *,
-    sequences_consumed: int,
-    more: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Return the metadata of a checkpoint: all that a resumed run needs besides the tensors.
-
-    Args:
-        config: Run configuration.
-        sequences_consumed: Number of sequences, or of samples in a run of samples, consumed so
-            far: the position in the data, which is the only state of its order.
-        more: Further state that a resumed run needs, as plain values.
-    """
-    return {
-        **more,
-        "sequences_consumed": sequences_consumed,
-        "sppo_version": __version__,
-        "config": config.model_dump(mode="json"),
-    }

@@ -9,7 +9,7 @@ may have no rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
@@ -107,3 +107,11 @@ def as_blocks(
         blocks = whole(value) if isinstance(value, Tensor) else value
         found[name] = [blocks] if isinstance(blocks, StateBlock) else [*blocks]
     return found
+
+
+def copied(state: Blocks) -> Blocks:
+    """Return CPU copies of the blocks, so that the caller may change ``state`` meanwhile."""
+    return {
+        name: [replace(b, tensor=b.tensor.detach().to("cpu", copy=True)) for b in blocks]
+        for name, blocks in state.items()
+    }

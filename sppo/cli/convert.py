@@ -50,8 +50,11 @@ Dtype = Annotated[StoredType, typer.Option(help="Type of the written weights.")]
 ShardSize = Annotated[
     str, typer.Option(metavar="SIZE", help="Largest weight file, e.g. 500MiB or 5GiB.")
 ]
-
-
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="New directory.")]
+RunOrCheckpoint = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="A run's output directory, or one checkpoint in it."),
+]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
@@ -73,7 +76,7 @@ def from_hf(
             metavar="SRC", help="Hugging Face directory of a model of one of the known families."
         ),
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="New directory.")],
+    destination: Destination,
     dtype: Dtype = StoredType.KEEP,
     max_shard_size: ShardSize = "5GiB",
     rope_scaling_of: Annotated[
@@ -120,11 +123,8 @@ def from_hf(
 
 @app.command("to-hf")
 def to_hf(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SRC", help="A run's output directory, or one checkpoint in it."),
-    ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="New directory.")],
+    source: RunOrCheckpoint,
+    destination: Destination,
     dtype: Dtype = StoredType.KEEP,
     max_shard_size: ShardSize = "5GiB",
     tokenizer: TokenizerOption = None,
@@ -179,11 +179,8 @@ def to_hf(
 
 @app.command("to-peft")
 def to_peft(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SRC", help="A run's output directory, or one checkpoint in it."),
-    ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="New directory.")],
+    source: RunOrCheckpoint,
+    destination: Destination,
     base: Annotated[
         Path | None,
         typer.Option(

@@ -135,11 +135,6 @@ class Candidate:
         )
 
     @property
-    def longest_sequence(self) -> int:
-        """Number of tokens of the longest sequence of a step."""
-        return max(sum(self.lengths[own]) for own in self.distinct_sequences)
-
-    @property
     def budget_bytes(self) -> int:
         """Device memory that the candidate may fill."""
         return self.workload.hardware.device.usable_bytes

@@ -271,7 +271,7 @@ def exchanged_widths(workload: Workload, layer_type: LayerType) -> tuple[int, in
     model, degree = workload.model, workload.sequence_parallel_degree
     linear = model.linear_attention_of(layer_type)
     if linear is not None:
-        return linear.conv_width + 2 * linear.value_heads, linear.values_width
+        return linear.inputs_width, linear.values_width
     heads = model.num_heads + 2 * max(model.kv_heads, min(degree, model.num_heads))
     return heads * model.head_dim, model.num_heads * model.head_dim
 

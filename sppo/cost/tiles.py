@@ -30,6 +30,35 @@ EXPERT_ROWS = {"cpu": 256, "cuda": 1024}
 Every tile reads the weights of all experts, and reads and writes their fp32 gradients: r rows are
 6 r FLOPs for 14 bytes of a weight in half precision, beside which the products must take longer."""
 
+TILE_BYTES = MIB
+"""Most bytes of a tile of one fp32 operand of a chain of element-wise operations on a CPU."""
+ACCUMULATION_TILE_BYTES = 8 * MIB
+"""Most bytes of a tile of one fp32 operand of a single operation on a CPU."""
+CAST_TILE = 256
+"""Rows, columns and terms of a tile of a product that a CPU computes by casts to fp32."""
+
+MAX_CAUSAL_TOKENS = 2048
+"""Most rows of a causal square of attention. A larger one is halved: two half squares and a full
+rectangle, which folds whole query groups. Limits from 1024 to 8192 measured alike on a CPU, within
+its noise."""
+HALF_TOKENS = 256
+"""Multiple of tokens at which squares are halved, and divisor of the rows and the keys of every
+backward that a CPU computes in half precision: tokens beyond it are at the end of a span only."""
+MAX_FULL_KEYS = 8192
+"""Most keys of a part of a prefix. Temporaries of a kernel are as long as its keys; if they grew
+with every subsequence, an allocator could never reuse the freed ones."""
+BAND_TILE_TOKENS = 512
+"""Most rows of a band, which a sliding window makes."""
+LEAST_PART_KEYS = 512
+"""Fewest keys of a part of a rectangle whose keys are divided over the threads of a CPU, because it
+has fewer heads than threads."""
+MAX_BACKWARD_KEYS = 16384
+"""Most keys of one backward call of a kernel of whole rectangles without a window."""
+MAX_FORWARD_ELEMENTS = 1 << 30
+"""Most elements of the keys of one forward call of such a kernel."""
+SCORES_TILE_BYTES = 64 * MIB
+"""Most bytes of one tile of scores of attention in plain torch operations."""
+
 CHUNK_TOKENS = 64
 """Tokens of a chunk of the gated delta rule of linear attention."""
 RECURRENCE_TOKENS = 2048

@@ -34,6 +34,7 @@ from sppo.engine.stage_providers import StageProviders
 from sppo.engine.unit import Unit
 from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.gradients import DeferredGradients, GradientSink
+from sppo.model.heads import Heads
 from sppo.model.layer import Layer
 from sppo.model.linear_mixer import LinearMixer
 from sppo.model.mixer import Mixer, Saved
@@ -365,12 +366,12 @@ class Stage:
             mixer: Mixer
             if linear is None:
                 attention = self._attention(unit, index, saves=saves, trains=trains)
-                table = rotary.of_layer(index)
-                mixer = AttentionMixer(self.model, weights, table, attention, scale)
+                heads = Heads(self.model, weights, rotary.of_layer(index), scale)
+                mixer = AttentionMixer(heads, attention)
             else:
-                heads = HeadExchange(linear, self._heads, unit.shard_tokens)
+                exchange = HeadExchange(linear, self._heads, unit.shard_tokens)
                 states, key = self._providers.states, (index, unit.sequence)
-                recurrence = StoredRecurrence(weights, heads, states, key, unit.span, saves)
+                recurrence = StoredRecurrence(weights, exchange, states, key, unit.span, saves)
                 mixer = LinearMixer(self.model, weights, recurrence)
             yield Layer(self.model, weights, mixer, tokens, scale, routing)
 

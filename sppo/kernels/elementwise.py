@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from sppo.config.model import Activation
 from sppo.kernels.fused import fused, fused_in_place
+from sppo.kernels.norm_parameters import NormParameters
 from sppo.kernels.row_tiles import row_tiles
 
 CLAMP = 7.0
@@ -36,62 +37,37 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def norm(
-    x_CE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    eps: float,
-    offset: bool = False,
-) -> Tensor:
-    """Return the norm of ``x`` over the last dimension, in x's dtype: LayerNorm if there is a bias.
-
-    RMSNorm is ``x / rms(x) * weight``, LayerNorm ``(x - mean) / std * weight + bias``. With
-    ``offset``, RMSNorm is ``x / rms(x) * (1 + weight)`` in fp32, rounded once.
-    """
+def norm(x_CE: Tensor, parameters: NormParameters) -> Tensor:
+    """Return the norm of ``x`` over the last dimension, in x's dtype."""
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
-        return norms.norm(x_CE, weight_E, bias_E, eps=eps, offset=offset)
+        return norms.norm(x_CE, parameters)
+    weight_E, bias_E, eps, _ = parameters
     if bias_E is not None:
         return functional.layer_norm(x_CE, (x_CE.shape[-1],), weight_E, bias_E, eps)
     normed = torch.empty_like(x_CE)
     for rows in row_tiles(x_CE):
-        _norm_tile(x_CE[rows], weight_E, None, eps=eps, offset=offset, out_tE=normed[rows])
+        _norm_tile(x_CE[rows], parameters, out_tE=normed[rows])
     return normed
 
 
-def add_norm_(
-    total_CE: Tensor,
-    x_CE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    eps: float,
-    offset: bool = False,
-) -> Tensor:
+def add_norm_(total_CE: Tensor, x_CE: Tensor, parameters: NormParameters) -> Tensor:
     """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the rounded sum."""
     if fused_in_place(total_CE):
         from sppo.kernels.triton import norms
 
-        return norms.add_norm_(total_CE, x_CE, weight_E, bias_E, eps=eps, offset=offset)
+        return norms.add_norm_(total_CE, x_CE, parameters)
     normed = torch.empty_like(total_CE)
     for rows in row_tiles(total_CE):
         total_tE = total_CE[rows].add_(x_CE[rows])
-        _norm_tile(total_tE, weight_E, bias_E, eps=eps, offset=offset, out_tE=normed[rows])
+        _norm_tile(total_tE, parameters, out_tE=normed[rows])
     return normed
 
 
-def _norm_tile(
-    x_tE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor | None,
-    *,
-    eps: float,
-    offset: bool,
-    out_tE: Tensor,
-) -> None:
+def _norm_tile(x_tE: Tensor, parameters: NormParameters, *, out_tE: Tensor) -> None:
     """Write the norm of one tile of tokens to ``out_tE``."""
+    weight_E, bias_E, eps, offset = parameters
     if offset:
         out_tE.copy_((x_tE * _inverse_rms(x_tE, eps)).mul_(_one_plus(weight_E)))
     elif bias_E is None:
@@ -103,11 +79,8 @@ def _norm_tile(
 def norm_backward(
     dy_CE: Tensor,
     x_CE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor | None = None,
+    parameters: NormParameters,
     *,
-    eps: float,
-    offset: bool = False,
     dresidual_CE: Tensor | None = None,
     with_parameters: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -120,15 +93,9 @@ def norm_backward(
         from sppo.kernels.triton import norms
 
         return norms.norm_backward(
-            dy_CE,
-            x_CE,
-            weight_E,
-            bias_E,
-            eps=eps,
-            offset=offset,
-            dresidual_CE=dresidual_CE,
-            with_parameters=with_parameters,
+            dy_CE, x_CE, parameters, dresidual_CE=dresidual_CE, with_parameters=with_parameters
         )
+    weight_E, bias_E, eps, offset = parameters
     weight_E = _one_plus(weight_E) if offset else weight_E
     dx = torch.empty_like(x_CE)
     sums = [

@@ -15,8 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_TILE = 256
-"""Rows, columns and terms of a tile: 256 KiB of fp32 of each operand."""
+from sppo.cost.tiles import CAST_TILE
 
 
 def needs_casts(x: Tensor) -> bool:
@@ -68,4 +67,4 @@ def _add_terms(sum_mn: Tensor, left_mK: Tensor, right_Kn: Tensor) -> Tensor:
 
 
 def _tiles(size: int) -> Iterator[slice]:
-    return (slice(start, min(start + _TILE, size)) for start in range(0, size, _TILE))
+    return (slice(start, min(start + CAST_TILE, size)) for start in range(0, size, CAST_TILE))

@@ -10,12 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from sppo.units import MIB
-
-TILE_BYTES = MIB
-"""Bytes of a tile of one fp32 operand."""
-ACCUMULATION_TILE_BYTES = 8 * MIB
-"""Bytes of a tile of one fp32 operand of a single operation."""
+from sppo.cost.tiles import ACCUMULATION_TILE_BYTES, TILE_BYTES
 
 _ACCUMULATION_BYTES = 4
 

@@ -16,13 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sppo.config.model import ModelConfig
-from sppo.kernels.rotary import RotaryTable
 from sppo.kernels.sinks import apply_sinks_, sink_gradient
 from sppo.model.gradients import GradientSink
 from sppo.model.heads import Heads
 from sppo.model.mixer import Inputs, Save, Saved, token_dimension
-from sppo.model.projection import Projection, backward_of_all
+from sppo.model.projection import backward_of_all
 
 _GATE, _SINKS = "attention_gate", "sinks.weight"
 
@@ -65,31 +63,27 @@ class AttentionMixer:
     """:class:`sppo.model.mixer.Mixer` with attention.
 
     Attributes:
-        model: Shape of the model; the number of heads follows the weights.
-        weights: Weights of the layer, by name within it.
-        rotary: Angles of the tokens; None without rotation.
+        heads: Projections, norms and rotation.
         attention: Attention of the tokens over their prefix and themselves.
-        adapter_scale: Factor of the product of the factors of an adapter.
     """
 
-    model: ModelConfig
-    weights: Mapping[str, Tensor]
-    rotary: RotaryTable | None
+    heads: Heads
     attention: SubsequenceAttention
-    adapter_scale: float = 1.0
 
     def forward(self, n1_CE: Tensor, save: Save) -> Tensor:
         """Return the output ``[C, E]``; store k and v."""
-        q, k, v = (self._heads.project(name, n1_CE) for name in ("q", "k", "v"))
-        gate = self._projection(_GATE).forward(n1_CE) if self.model.attention_gate else None
+        q, k, v = (self.heads.project(name, n1_CE) for name in ("q", "k", "v"))
+        gate = (
+            self.heads.projection(_GATE).forward(n1_CE) if self.heads.model.attention_gate else None
+        )
         del n1_CE
         if gate is not None:
             save(attention_gate=gate)
-        if self.model.qk_norm:
+        if self.heads.model.qk_norm:
             save(q=q, k=k)
-        q = self._heads.norm_and_rotate("q", q)
-        k = self._heads.norm_and_rotate("k", k)
-        if not self.model.qk_norm:
+        q = self.heads.norm_and_rotate("q", q)
+        k = self.heads.norm_and_rotate("k", k)
+        if not self.heads.model.qk_norm:
             save(q=q)
         o_CND, lse = self._with_sinks_(*self.attention.forward(q, k, v))
         del q, k, v
@@ -99,12 +93,12 @@ class AttentionMixer:
     def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
         """Recompute the last rows of the mixer's tensors that ``saved`` has in part."""
         for name in cut.keys() & {"q", "k"}:
-            rest = self._heads.project(name, inputs(cut[name]))
-            if not self.model.qk_norm:
-                rest = self._heads.norm_and_rotate(name, rest, first=cut[name])
+            rest = self.heads.project(name, inputs(cut[name]))
+            if not self.heads.model.qk_norm:
+                rest = self.heads.norm_and_rotate(name, rest, first=cut[name])
             saved[name] = torch.cat([saved[name], rest])
         if _GATE in cut:
-            rest = self._projection(_GATE).forward(inputs(cut[_GATE]))
+            rest = self.heads.projection(_GATE).forward(inputs(cut[_GATE]))
             saved[_GATE] = torch.cat([saved[_GATE], rest])
         if "o" in cut:
             self._attend_rest(saved, inputs)
@@ -131,7 +125,7 @@ class AttentionMixer:
         gate = self._complete_gate(saved, lambda first: n1_CE[first:])
         saved.pop(_GATE, None)
         q, o, lse = (saved.pop(name) for name in ("rotated", "o", "lse"))
-        back = self._projection("o").backward(dy_CE)
+        back = self.heads.projection("o").backward(dy_CE)
         del dy_CE
         back.parameter_gradients(o if gate is None else _gated(o, gate), gradients)
         do_CND = back.input_gradient().view_as(q)
@@ -140,30 +134,32 @@ class AttentionMixer:
             _gated_backward_(do_CND.flatten(1), o, gate)
         if self.attention.lacks_keys:
             self.recompute_kv(n1_CE)
-        if self.model.attention_sinks and gradients.trains(_SINKS):
-            gradients.add(_SINKS, sink_gradient(do_CND, o.view_as(q), lse, self.weights[_SINKS]))
+        if self.heads.model.attention_sinks and gradients.trains(_SINKS):
+            gradients.add(
+                _SINKS, sink_gradient(do_CND, o.view_as(q), lse, self.heads.weights[_SINKS])
+            )
         dq, dk, dv = self.attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
-        dq = self._heads.norm_and_rotate_backward("q", dq, saved.pop("q", None), gradients)
+        dq = self.heads.norm_and_rotate_backward("q", dq, saved.pop("q", None), gradients)
         k_projected = self._projected_keys(n1_CE, saved)
-        dk = self._heads.norm_and_rotate_backward("k", dk, k_projected, gradients)
+        dk = self.heads.norm_and_rotate_backward("k", dk, k_projected, gradients)
         projected = {"q": dq.flatten(1), "k": dk.flatten(1), "v": dv.flatten(1)}
         if gate is not None:
             projected[_GATE] = gate
-        backs = [self._projection(name).backward(dy) for name, dy in projected.items()]
+        backs = [self.heads.projection(name).backward(dy) for name, dy in projected.items()]
         return backward_of_all(backs, n1_CE, gradients)
 
     def recompute_kv(self, n1_CE: Tensor) -> None:
         """Provide k and v to attention again, bitwise equal to those of :meth:`forward`."""
-        k, v = (self._heads.project(name, n1_CE) for name in ("k", "v"))
-        self.attention.provide(self._heads.norm_and_rotate("k", k), v)
+        k, v = (self.heads.project(name, n1_CE) for name in ("k", "v"))
+        self.attention.provide(self.heads.norm_and_rotate("k", k), v)
 
     def _attend_rest(self, saved: Saved, inputs: Inputs) -> None:
         """Append the missing rows of o and lse to ``saved``, or all rows if none were saved."""
         done = saved["o"].shape[0] if "o" in saved else 0
-        q = saved["q"][done:] if "q" in saved else self._heads.project("q", inputs(done))
-        if self.model.qk_norm or "q" not in saved:
-            q = self._heads.norm_and_rotate("q", q, first=done)
+        q = saved["q"][done:] if "q" in saved else self.heads.project("q", inputs(done))
+        if self.heads.model.qk_norm or "q" not in saved:
+            q = self.heads.norm_and_rotate("q", q, first=done)
         for name, rest in zip(("o", "lse"), self._attend(q, inputs), strict=True):
             saved[name] = torch.cat([saved[name], rest], token_dimension(name)) if done else rest
 
@@ -176,44 +172,37 @@ class AttentionMixer:
 
     def _complete_gate(self, saved: Saved, inputs: Inputs) -> Tensor | None:
         """Return the gate, which is in ``saved`` from now on; None if the model has none."""
-        if self.model.attention_gate and _GATE not in saved:
-            saved[_GATE] = self._projection(_GATE).forward(inputs(0))
+        if self.heads.model.attention_gate and _GATE not in saved:
+            saved[_GATE] = self.heads.projection(_GATE).forward(inputs(0))
         return saved.get(_GATE)
 
     def _projected(self, o_CQ: Tensor, gate_CQ: Tensor | None) -> Tensor:
         """Return the projection of o, behind its gate if any, ``[C, E]``."""
         o_CQ = o_CQ if gate_CQ is None else _gated(o_CQ, gate_CQ)
-        return self._projection("o").forward(o_CQ)
+        return self.heads.projection("o").forward(o_CQ)
 
     def _queries(self, n1_CE: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor]:
         """Return (projected, rotated) queries ``[C, N, D]``; projected is None without q/k-norm."""
         q = saved.pop("q", None)
-        if q is not None and not self.model.qk_norm:
+        if q is not None and not self.heads.model.qk_norm:
             return None, q
         if q is None:
-            q = self._heads.project("q", n1_CE)
-        rotated = self._heads.norm_and_rotate("q", q)
-        return (q if self.model.qk_norm else None), rotated
+            q = self.heads.project("q", n1_CE)
+        rotated = self.heads.norm_and_rotate("q", q)
+        return (q if self.heads.model.qk_norm else None), rotated
 
     def _projected_keys(self, n1_CE: Tensor, saved: Saved) -> Tensor | None:
         """Return the keys before their norm, or None without q/k-norm."""
-        if not self.model.qk_norm:
+        if not self.heads.model.qk_norm:
             return None
         k = saved.pop("k", None)
-        return self._heads.project("k", n1_CE) if k is None else k
+        return self.heads.project("k", n1_CE) if k is None else k
 
     def _with_sinks_(self, o_CND: Tensor, lse_NC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result of attention, overwritten, as it is beside the sinks, if any."""
-        if self.model.attention_sinks:
-            lse_NC = apply_sinks_(o_CND, lse_NC, self.weights[_SINKS])
+        if self.heads.model.attention_sinks:
+            lse_NC = apply_sinks_(o_CND, lse_NC, self.heads.weights[_SINKS])
         return o_CND, lse_NC
-
-    @property
-    def _heads(self) -> Heads:
-        return Heads(self.model, self.weights, self.rotary, self.adapter_scale)
-
-    def _projection(self, name: str) -> Projection:
-        return Projection(name, self.weights, self.adapter_scale)
 
 
 def _gated(o_CQ: Tensor, gate_CQ: Tensor) -> Tensor:

@@ -32,11 +32,11 @@ class Heads:
     model: ModelConfig
     weights: Mapping[str, Tensor]
     rotary: RotaryTable | None
-    adapter_scale: float
+    adapter_scale: float = 1.0
 
     def project(self, name: str, n1_CE: Tensor) -> Tensor:
         """Return the projection "q", "k" or "v" of the tokens, ``[C, H, D]``."""
-        projected = self._projection(name).forward(n1_CE)
+        projected = self.projection(name).forward(n1_CE)
         return projected.view(projected.shape[0], -1, self.model.head_dim)
 
     def norm_and_rotate(self, name: str, x_CHD: Tensor, *, first: int = 0) -> Tensor:
@@ -75,5 +75,6 @@ class Heads:
         """Return the rows that q/k-norm norms: each head by itself, or all heads of a token."""
         return x_CHD.flatten(1) if self.model.qk_norm == "all" else x_CHD
 
-    def _projection(self, name: str) -> Projection:
+    def projection(self, name: str) -> Projection:
+        """Return a projection to or from the heads, such as "q" or "o"."""
         return Projection(name, self.weights, self.adapter_scale)

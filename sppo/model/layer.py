@@ -10,9 +10,8 @@ ones is an argument, the mixer (:mod:`sppo.model.mixer`).
     k               keys before their norm, q/k-norm only                             x_in
     o, lse          attention output and log-sum-exp, with sinks if any   q, by attention
     attention_gate  projection whose sigmoid multiplies o, if any       x_in
-    linear_qkv      in place of q, k, o: queries, keys and values of linear attention  x_in
+    linear_inputs   in place of q, k, o: queries, keys, values, decays and strengths   x_in
     linear_gate     projection whose silu multiplies the output of linear attention    x_in
-    linear_ab       projections to the decay and the strength of its rule              x_in
     x_mid           residual stream after attention     x_in, o
     attention_out   projection of o, in place of x_mid if it has a norm of its own     o
     gate            gate projection (gated MLPs only)   x_mid

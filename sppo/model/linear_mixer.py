@@ -10,7 +10,8 @@ o is not saved: the backward of the rule begins with its forward anyway. All wei
 compute dtype, those from which decays are made as well: the models are published with weights that
 are rounded to bf16, and the rule itself computes in fp32.
 
-Legend: C tokens, E hidden, M channels of the convolution, H value heads, D size of a value.
+Legend: C tokens, E hidden, I width of the inputs of the recurrence, H value heads, D size of a
+value.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ from sppo.model.mixer import Inputs, Save, Saved
 from sppo.model.norms import norm, norm_backward
 from sppo.model.projection import Projection, ProjectionBackward, backward_of_all
 
-_QKV, _GATE, _AB = "linear_qkv", "linear_gate", "linear_ab"
+_INPUTS, _GATE = "linear_inputs", "linear_gate"
 _PROJECTIONS = {
-    _QKV: ("linear_q", "linear_k", "linear_v"),
+    _INPUTS: ("linear_q", "linear_k", "linear_v", "linear_decay", "linear_beta"),
     _GATE: ("linear_gate",),
-    _AB: ("linear_decay", "linear_beta"),
 }
 """Projections that lie beside each other in each saved tensor."""
 _NORM = "linear_norm"
@@ -42,21 +42,20 @@ _NORM = "linear_norm"
 class SubsequenceRecurrence(Protocol):
     """Convolution and gated delta rule of one subsequence in one layer, from the state before it.
 
-    It has the weights ``conv_*`` and ``decay.*`` of the layer.
+    It has the weights ``conv_*`` and ``decay.*`` of the layer. Its inputs are the projections of a
+    token to queries, keys and values, then to decays and to strengths, beside each other.
     """
 
-    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
+    def forward(self, inputs_CI: Tensor) -> Tensor:
         """Return the output ``[C, H, D]``, and keep the state behind the subsequence."""
         ...
 
-    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
+    def recompute(self, inputs_CI: Tensor) -> Tensor:
         """Return the output of :meth:`forward` again, and keep nothing."""
         ...
 
-    def backward(
-        self, do_CHD: Tensor, qkv_CM: Tensor, ab_C2H: Tensor, gradients: GradientSink
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of ``qkv_CM`` and ``ab_C2H``, in new memory.
+    def backward(self, do_CHD: Tensor, inputs_CI: Tensor, gradients: GradientSink) -> Tensor:
+        """Return the gradient of ``inputs_CI``, in new memory.
 
         Includes what later subsequences have from the state, and hands the gradient of the state
         before the subsequence on to the earlier one. The gradients of weights that train go to
@@ -84,9 +83,7 @@ class LinearMixer:
         made = {name: self._project(name, n1_CE) for name in _PROJECTIONS}
         del n1_CE
         save(**made)
-        return self._projected(
-            self.recurrence.forward(made.pop(_QKV), made.pop(_AB)), made.pop(_GATE)
-        )
+        return self._projected(self.recurrence.forward(made.pop(_INPUTS)), made.pop(_GATE))
 
     def recompute_missing_rows(self, saved: Saved, cut: Mapping[str, int], inputs: Inputs) -> None:
         """Recompute the last rows of the projections that ``saved`` has in part."""
@@ -112,9 +109,9 @@ class LinearMixer:
             back, saved.pop("o"), saved.pop(_GATE), gradients
         )
         del back
-        dqkv, dab = self.recurrence.backward(do_CHD, saved.pop(_QKV), saved.pop(_AB), gradients)
+        dinputs = self.recurrence.backward(do_CHD, saved.pop(_INPUTS), gradients)
         del do_CHD
-        beside = {_QKV: dqkv, _GATE: dgate, _AB: dab}
+        beside = {_INPUTS: dinputs, _GATE: dgate}
         columns = (pair for name, dy in beside.items() for pair in self._columns(name, dy))
         backs = [projection.backward(dy) for projection, dy in columns]
         return backward_of_all(backs, n1_CE, gradients)
@@ -128,7 +125,7 @@ class LinearMixer:
             if name not in saved:
                 saved[name] = self._project(name, inputs(0))
         if "o" not in saved:
-            saved["o"] = self.recurrence.recompute(saved[_QKV], saved[_AB])
+            saved["o"] = self.recurrence.recompute(saved[_INPUTS])
 
     def _project(self, name: str, n1_CE: Tensor) -> Tensor:
         """Return the tokens' projections of a saved tensor, beside each other."""

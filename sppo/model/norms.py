@@ -12,23 +12,20 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.kernels import elementwise
+from sppo.kernels.norm_parameters import NormParameters
 from sppo.model.gradients import GradientSink
 
 
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
-    parameters = _norm_parameters(name, weights)
-    return elementwise.norm(x_CE, *parameters, eps=model.norm_eps, offset=is_offset(model, name))
+    return elementwise.norm(x_CE, _parameters(model, name, weights))
 
 
 def add_norm_(
     model: ModelConfig, name: str, total_CE: Tensor, x_CE: Tensor, weights: Mapping[str, Tensor]
 ) -> Tensor:
     """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
-    parameters = _norm_parameters(name, weights)
-    return elementwise.add_norm_(
-        total_CE, x_CE, *parameters, eps=model.norm_eps, offset=is_offset(model, name)
-    )
+    return elementwise.add_norm_(total_CE, x_CE, _parameters(model, name, weights))
 
 
 def norm_backward(
@@ -49,9 +46,7 @@ def norm_backward(
     dx, *found = elementwise.norm_backward(
         dy_CE,
         x_CE,
-        *_norm_parameters(name, weights),
-        eps=model.norm_eps,
-        offset=is_offset(model, name),
+        _parameters(model, name, weights),
         dresidual_CE=dresidual_CE,
         with_parameters=any(map(gradients.trains, names)),
     )
@@ -66,6 +61,7 @@ def is_offset(model: ModelConfig, name: str) -> bool:
     return model.norm_offset and not name.startswith("linear_norm")
 
 
-def _norm_parameters(name: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the weight, and the bias that LayerNorm has and RMSNorm has not."""
-    return weights[f"{name}.weight"], weights.get(f"{name}.bias")
+def _parameters(model: ModelConfig, name: str, weights: Mapping[str, Tensor]) -> NormParameters:
+    """Return the parameters called ``name``; only LayerNorm has a bias."""
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    return NormParameters(weight, bias, model.norm_eps, is_offset(model, name))

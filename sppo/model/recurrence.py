@@ -11,7 +11,8 @@ better, but q, k, v are rounded to the compute dtype before the rule. Backward c
 again for autograd. Temporary tensors are those of a tile of tokens.
 
 Legend: C tokens, H value heads, K key size, V value size, M channels of the convolution, R tokens
-before a token that its convolution reads, X = R + C. Heads and channels may be those of one rank.
+before a token that its convolution reads, X = R + C, I = M + 2 H inputs. Heads and channels may be
+those of one rank.
 """
 
 from __future__ import annotations
@@ -58,30 +59,29 @@ class Recurrence:
     Attributes:
         weights: Weights of the layer, by name within it.
         linear: Sizes of keys, values and the convolution.
-        qkv_CM: Projections to queries, keys and values beside each other.
-        ab_C2H: Projections to the decays of all value heads, then to the shares.
+        inputs_CI: Projections to queries, keys and values, then to the decays of all value heads,
+            then to the shares, beside each other.
         starts: Ascending indices of the tokens with which documents begin.
     """
 
     weights: Mapping[str, Tensor]
     linear: LinearAttention
-    qkv_CM: Tensor
-    ab_C2H: Tensor
+    inputs_CI: Tensor
     starts: Sequence[int] = ()
 
     def forward(self, state: State | None) -> tuple[Tensor, State]:
         """Return the outputs ``[C, H, V]`` and the state behind, from that before, or zeros."""
         wide = self._wide(state)
-        heads = self.ab_C2H.shape[1] // 2
-        o_CHV = self.qkv_CM.new_empty(len(self.qkv_CM), heads, self.linear.value_size)
+        of_token = self.linear.value_heads, self.linear.value_size
+        o_CHV = self.inputs_CI.new_empty(len(self.inputs_CI), *of_token)
         for tile in self._tiles:
             o_CHV[tile], wide = self._tile_forward(tile, self._operands(tile, wide))
         return o_CHV, self._narrow(wide)
 
     def backward(
         self, do_CHV: Tensor, dstate: State | None, state: State | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], State]:
-        """Return the gradients of qkv, ab, the weights (fp32 or better) and the state before.
+    ) -> tuple[Tensor, dict[str, Tensor], State]:
+        """Return the gradients of the inputs, the weights (fp32 or better) and the state before.
 
         Args:
             do_CHV: Gradient of the outputs.
@@ -91,15 +91,15 @@ class Recurrence:
         states, dwide = [self._wide(state)], self._wide(dstate)
         for tile in self._tiles[:-1]:
             states.append(self._tile_state(tile, self._operands(tile, states[-1])))
-        dqkv_CM, dab_C2H = torch.empty_like(self.qkv_CM), torch.empty_like(self.ab_C2H)
+        dinputs_CI = torch.empty_like(self.inputs_CI)
         dweights: dict[str, Tensor] = {}
         for tile in reversed(self._tiles):
-            dwide, dqkv_CM[tile], dab_C2H[tile], *of_weights = self._tile_backward(
+            dwide, dinputs_CI[tile], *of_weights = self._tile_backward(
                 tile, self._operands(tile, states.pop()), do_CHV[tile], dwide
             )
             for name, gradient in zip(RECURRENCE_WEIGHTS, of_weights, strict=True):
                 dweights[name] = dweights[name] + gradient if name in dweights else gradient
-        return dqkv_CM, dab_C2H, dweights, self._narrow(dwide)
+        return dinputs_CI, dweights, self._narrow(dwide)
 
     def _tile_forward(self, tile: slice, operands: Sequence[Tensor]) -> tuple[Tensor, State]:
         """Return the outputs of a tile, and the state behind it."""
@@ -115,7 +115,7 @@ class Recurrence:
     def _tile_backward(
         self, tile: slice, operands: Sequence[Tensor], do_CHV: Tensor, dstate: State
     ) -> tuple[Any, ...]:
-        """Return the gradients of the state before a tile, of its qkv and ab, and of weights."""
+        """Return the gradients of the state before a tile, of its inputs, and of weights."""
         leaves = [x.requires_grad_() for x in operands]
         with torch.enable_grad():
             o_CHV, state = self._tile_forward(tile, leaves)
@@ -126,41 +126,42 @@ class Recurrence:
     def _rule(self, tile: slice, operands: Sequence[Tensor]) -> tuple[RuleOperands, Tensor]:
         """Return the operands of the rule for a tile, and the rows that are carried on."""
         starts = [s - tile.start for s in self.starts if tile.start <= s < tile.stop]
-        matrix_HKV, rows_RM, qkv_CM, ab_C2H, *conv, log_rate_H, bias_H = operands
+        matrix_HKV, rows_RM, inputs_CI, *conv, log_rate_H, bias_H = operands
+        heads = self.linear.value_heads
+        qkv_CM, a_CH, b_CH = torch.split(inputs_CI, [self.linear.conv_width, heads, heads], 1)
         y_CM, rows_RM = _convolve(torch.cat([rows_RM, qkv_CM]), torch.cat(conv), starts)
         q, k, v = torch.split(functional.silu(y_CM), [len(weight) for weight in conv], 1)
         q_CJK, k_CJK = (_of_length_1(x.view(len(x), -1, self.linear.key_size)) for x in (q, k))
         v_CHV = v.view(len(v), -1, self.linear.value_size)
-        a_CH, b_CH = ab_C2H.chunk(2, 1)
         g_CH = -log_rate_H.exp() * functional.softplus(a_CH + bias_H)
         scaled = q_CJK * self.linear.key_size**-0.5, k_CJK, v_CHV
-        q, k, v = (x.to(self.qkv_CM.dtype) for x in scaled)
+        q, k, v = (x.to(self.inputs_CI.dtype) for x in scaled)
         return RuleOperands(q, k, v, g_CH, b_CH.sigmoid(), matrix_HKV, starts), rows_RM
 
     def _operands(self, tile: slice, state: State) -> list[Tensor]:
         """Return what a tile is computed from, in the accumulation dtype, to differentiate by."""
         weights = (self.weights[name] for name in RECURRENCE_WEIGHTS)
-        operands = *state, self.qkv_CM[tile], self.ab_C2H[tile], *weights
-        return [x.detach().to(accumulation_dtype(self.qkv_CM.dtype)) for x in operands]
+        operands = *state, self.inputs_CI[tile], *weights
+        return [x.detach().to(accumulation_dtype(self.inputs_CI.dtype)) for x in operands]
 
     def _wide(self, state: State | None) -> State:
         """Return a state, or zeros, in the accumulation dtype."""
-        dtype = accumulation_dtype(self.qkv_CM.dtype)
+        dtype = accumulation_dtype(self.inputs_CI.dtype)
         if state is not None:
             return State(*(x.to(dtype) for x in state))
-        heads = self.ab_C2H.shape[1] // 2
-        matrix = heads, self.linear.key_size, self.linear.value_size
-        rows = self.linear.carried_tokens, self.qkv_CM.shape[1]
-        return State(*(self.qkv_CM.new_zeros(shape, dtype=dtype) for shape in (matrix, rows)))
+        linear = self.linear
+        matrix = linear.value_heads, linear.key_size, linear.value_size
+        shapes = matrix, (linear.carried_tokens, linear.conv_width)
+        return State(*(self.inputs_CI.new_zeros(shape, dtype=dtype) for shape in shapes))
 
     def _narrow(self, state: State) -> State:
         """Return a state as it is kept."""
-        return State(state.matrix_HKV, state.rows_RM.to(self.qkv_CM.dtype))
+        return State(state.matrix_HKV, state.rows_RM.to(self.inputs_CI.dtype))
 
     @property
     def _tiles(self) -> list[slice]:
         """Rows of each tile."""
-        firsts = range(0, len(self.qkv_CM), RECURRENCE_TOKENS)
+        firsts = range(0, len(self.inputs_CI), RECURRENCE_TOKENS)
         return [slice(first, first + RECURRENCE_TOKENS) for first in firsts]
 
 

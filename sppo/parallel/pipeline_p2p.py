@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.cost.memory.messages import MOST_SENDS
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh
 
@@ -33,10 +34,6 @@ class MessageInFlight:
         with peer_errors(self.what):
             self.work.wait()
         return self.tensor
-
-
-_MOST_UNDER_WAY = 2
-"""Most messages in flight to one receiver; memory is planned for as many."""
 
 
 class PipelineLinks:
@@ -65,7 +62,7 @@ class PipelineLinks:
         under_way = self._under_way.setdefault(receiver, deque())
         while under_way and under_way[0].work.is_completed():
             under_way.popleft()
-        while len(under_way) >= _MOST_UNDER_WAY:
+        while len(under_way) >= MOST_SENDS:
             under_way.popleft().wait()
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._here, receiver))

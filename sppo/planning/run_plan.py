@@ -20,8 +20,7 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.search.choices import (
     Degrees,
     cut_sequence,
-    multiplexed_problem,
-    uses_msp,
+    degree_problems,
     with_disk,
 )
 from sppo.planning.search.division import Division
@@ -128,18 +127,12 @@ def evaluate_in_nearest_tiers(run: RunConfig, *, hardware: HardwareSpec) -> Eval
         hardware: Description of the machine.
 
     Raises:
-        ValueError: The replicas cannot share the sequences evenly, the degrees rule out units
-            sharded over pipeline ranks (MSP), or subsequences have fewer tokens than ranks need.
+        ValueError: A degree does not divide the model or the step, or subsequences have fewer
+            tokens than ranks need.
     """
     degrees = Degrees.of_run(run)
-    if run.train.sequences_per_step % degrees.data_parallel:
-        raise ValueError(
-            f"train.sequences_per_step {run.train.sequences_per_step} on "
-            f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
-        )
-    refused = multiplexed_problem(run, degrees=degrees) if uses_msp(run) else None
-    if refused is not None:
-        raise ValueError(refused)
+    for _, problem in degree_problems(run, degrees=degrees):
+        raise ValueError(problem)
     tried: list[EvaluatedCandidate] = []
     for attempt in runs_by_tiers(run, hardware=hardware):
         division = Division(attempt, hardware=hardware, degrees=degrees)

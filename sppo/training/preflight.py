@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
@@ -170,18 +171,19 @@ def _trainable_plan(
         if device.kind == "cuda":  # a plan uses at most the usable memory
             hardware = with_attention_here(hardware, run, device)
             available = min(available, hardware.device.usable_bytes)
-        limits: dict[str, Any] = {
-            "hardware": hardware,
-            "available_bytes": available,
-            "disk_bytes": free.disk.usable_bytes,  # of all ranks; the plan divides it
-            "host_bytes": free.host_bytes,
-        }
+        planned = partial(
+            plan_run,
+            hardware=hardware,
+            available_bytes=available,
+            disk_bytes=free.disk.usable_bytes,  # of all ranks; the plan divides it
+            host_bytes=free.host_bytes,
+        )
         if run.data.samples == "documents":
             # Also in a resumed run, so that it gets the same stages and continues bit for bit.
             first = map(data.lengths, islice(data.steps(), STEPS))
-            plan = plan_samples(run, steps=tuple(first), **limits)
+            plan = plan_samples(run, planned, steps=tuple(first))
         else:
-            plan = plan_run(run, **limits)
+            plan = planned(run)
     check_trainable(run, plan, kind=device.kind)
     return plan
 

@@ -203,7 +203,7 @@ class RunCheckpoints:
             sequences_consumed: Number of sequences, or samples, that these steps consumed.
             more: Further metadata that the next steps need to resume.
             is_best: Whether this is the best checkpoint so far, which is kept.
-            check: Called when the state was read, before the checkpoint is published.
+            check: As of :meth:`CheckpointManager.save`.
         """
         self._peers.decided_by_main(lambda: require_output(self._output))
         began, state = time.monotonic(), self._state.optimizer.state()

@@ -303,10 +303,10 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         job.progress.reached("planned")
         announce(checked)
         outcome = train_run(checked)
-        if ready.is_main:
-            # After the last step a signal is too late to change the outcome of the run.
-            with StopRequest() if outcome.interrupted_by is None else nullcontext():
-                report(checked, outcome, command=command)
+        # After the last step a signal is too late to change the outcome of the run.
+        with StopRequest() if outcome.interrupted_by is None else nullcontext():
+            # The others wait, so that a rank 0 that hangs does not go unnoticed.
+            job.peers.decided_by_main(lambda: report(checked, outcome, command=command))
     return outcome
 
 

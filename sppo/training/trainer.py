@@ -374,11 +374,7 @@ class StepLoop:
             self._save()
 
     def _save(self, *, is_best: bool = False) -> str | None:
-        """Save a checkpoint; print and return why it was not saved, or return None.
-
-        Raises:
-            CorruptionError: The weights of this rank changed since the last update.
-        """
+        """Save a checkpoint; print and return why it was not saved, or return None."""
         step = self._outcome.done_steps
         if self._checkpoints.take_request():
             self._records.say(
@@ -389,8 +385,14 @@ class StepLoop:
             sequences_consumed=self._consumed,
             more=self._source.saved(),
             is_best=is_best,
-            check=lambda: None if self._watch is None else self._watch.check_weights(step),
+            check=self._check_weights,
         )
         if unsaved is not None:
+            self._check_weights()  # values that are not finite may be a device's fault
             self._records.say(unsaved)
         return unsaved
+
+    def _check_weights(self) -> None:
+        """Raise CorruptionError if weights of this rank changed since the last update."""
+        if self._watch is not None:
+            self._watch.check_weights(self._outcome.done_steps)

@@ -57,7 +57,7 @@ def test_linear_attention_saves_projections_and_nothing_of_attention():
     model = ModelConfig.model_validate(PRESETS["qwen3.5-9b"])
     linear, full = map(model.layer_type, (0, 3))
     sizes = tensor_bytes_per_token(model, linear, element_bytes=2)
-    projections = {"linear_qkv": 16384, "linear_gate": 8192, "linear_ab": 128}
+    projections = {"linear_inputs": 16384 + 128, "linear_gate": 8192}
     stream = {"x_in": 8192, "x_mid": 8192, "gate": 24576, "up": 24576}
     assert sizes == projections | stream
     assert class_bytes_per_token(model, linear, element_bytes=2)[ATTENTION] == 0

@@ -100,6 +100,8 @@ class Fault:
     """Keys of the run that it needs."""
     timeout_s: int = 60
     """``parallel.timeout_s`` of the run: long, for a busy machine, where nothing waits for it."""
+    needs_isolation: bool = False
+    """Whether it needs a disk or a network of its own."""
     is_bug: bool = False
     """Whether it looks like a bug: its traceback is shown, and others may name the rank."""
 
@@ -119,7 +121,7 @@ FAULTS: Mapping[str, Fault] = {
     "abort": Fault(_abort, "fails", 1),
     "held interpreter": Fault(_hold_interpreter, "hangs", 1, timeout_s=5),
     "slow": Fault(_be_slow, "well", 0, timeout_s=10),
-    "full disk": Fault(_fill_disk, "fails", 4, names_rank=False),
+    "full disk": Fault(_fill_disk, "fails", 4, names_rank=False, needs_isolation=True),
     "lost connections": Fault(networks.cut_connections, "fails", 1, names_rank=False),
     "lost network": Fault(
         networks.lose,
@@ -127,6 +129,7 @@ FAULTS: Mapping[str, Fault] = {
         1,
         names_rank=False,
         prepare=networks.have_own_network,
+        needs_isolation=True,
         timeout_s=5,
     ),
     "network away for a moment": Fault(
@@ -134,6 +137,7 @@ FAULTS: Mapping[str, Fault] = {
         "well",
         0,
         prepare=networks.have_own_network,
+        needs_isolation=True,
         timeout_s=20,
     ),
     "flipped gradient": Fault(

@@ -5,22 +5,15 @@ all of its steps have the losses and gradient norms, and its last checkpoint the
 without a fault, bit for bit. Meanwhile no process is left over, nothing stays on the disk of the
 tier, no end takes longer than the timeouts say, and each failure has one report that names the
 rank.
-
-Many injections, with one line on each and counts at the end::
-
-    python -m tests.chaos.injections --seed 1000 --count 300
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 import shutil
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -40,7 +33,9 @@ _CHECKPOINT_FACTOR = 10
 _RANDOM_WORDS: Mapping[str, Sequence[object]] = {
     "checkpoint.async_save": (False, False, True),
     "train.restarts": (0, 2),
+    "planning.ahead": (False, False, True),
 }
+"""Values of keys that each injection draws."""
 _LEFT_OVER = re.compile(r"\.(partial|deleting)")
 _OF_LAUNCHER = re.compile(r"error: (after .*, )?rank \d")
 """Report of the launcher, which may follow what rank 0 says of its own end."""
@@ -64,6 +59,16 @@ class Injection:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict on an injection."""
+
+    struck: bool
+    """False if the run did not come to the place, as threads of copies make no equal calls."""
+    problem: str
+    """What is wrong with the end of the run; "" if nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """A run without a fault."""
 
@@ -78,7 +83,7 @@ class Injector:
     """Runs injections in forked processes, on their small disk.
 
     Args:
-        directory: Directory for the inputs of the runs.
+        directory: Directory for the inputs of the runs, and for the runs without a small disk.
         sppo: Command to run.
     """
 
@@ -113,8 +118,8 @@ class Injector:
             (*(f"{name}={value}" for name, value in words.items()), *fault.words),
         )
 
-    def verdict(self, injection: Injection) -> str:
-        """Run an injection and return what is wrong with its end; "" if nothing is."""
+    def verdict(self, injection: Injection) -> Verdict:
+        """Run an injection; judge its end, and that of the same command after it if it failed."""
         directory = self._made(injection.layout)
         arguments = {
             "directory": str(directory),
@@ -132,7 +137,8 @@ class Injector:
                 again = self._sppo(*words, cwd=directory)
                 if again.returncode:
                     problem = f"again it ends with {again.returncode}: {again.stderr[-2000:]}"
-            return problem or self._difference(injection.layout, directory)
+            problem = problem or self._difference(injection.layout, directory)
+            return Verdict((directory / STRUCK_FILE).exists(), problem)
         finally:
             shutil.rmtree(directory)
 
@@ -151,7 +157,7 @@ class Injector:
         if not inputs.exists():
             inputs.mkdir()
             write_layout(layout, inputs)
-        directory = Path(tempfile.mkdtemp(dir=self._sppo.disk))
+        directory = Path(tempfile.mkdtemp(dir=self._sppo.disk or self._directory))
         return shutil.copytree(inputs, directory, dirs_exist_ok=True)
 
     def _reference(self, layout: str) -> Reference:
@@ -257,32 +263,3 @@ def _tensors(output: Path) -> dict[str, object]:
     newest = max((output / "checkpoints").glob("step_??????"))
     files = json.loads((newest / "manifest.json").read_text())["files"]
     return {name: entry for name, entry in files.items() if name.endswith(".distcp")}
-
-
-def main() -> None:
-    """Run injections one after another; print a line on each, and counts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--count", type=int, default=len(LAYOUTS) * len(FAULTS))
-    chosen = parser.parse_args()
-    counts: Counter[tuple[str, str]] = Counter()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        tempfile.TemporaryDirectory() as disk,
-        ForkedSppo(disk=Path(disk)) as sppo,
-    ):
-        injector = Injector(Path(directory), sppo)
-        for seed in range(chosen.seed, chosen.seed + chosen.count):
-            injection, began_s = injector.draw(seed), time.monotonic()
-            problem = injector.verdict(injection)
-            took_s, word = time.monotonic() - began_s, "wrong" if problem else "well"
-            counts.update([(injection.layout, word), (injection.kind, word)])
-            print(f"{word} {took_s:.1f} s, {injection}", flush=True)
-            if problem:
-                print("  " + problem.replace("\n", "\n  "), flush=True)
-    for (name, word), number in sorted(counts.items()):
-        print(f"{name}: {number} {word}")
-
-
-if __name__ == "__main__":
-    main()

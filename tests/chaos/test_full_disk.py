@@ -17,6 +17,8 @@ import sys
 
 import pytest
 
+from tests.chaos.isolation import can_isolate
+
 pytestmark = pytest.mark.chaos
 
 OLD = "the older file\n"
@@ -51,14 +53,6 @@ dd if=/dev/zero of=filler bs=4096 2> /dev/null; truncate -s -$FREE filler
 "$@" 2> ../errors; echo $? > ../code; rm filler; cp -r . ../first
 test $(cat ../code) = 0 || "$@"; echo $? >> ../code; cp -r . ../second
 """
-
-
-def can_mount():
-    mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/tmp"]
-    return (
-        shutil.which("unshare") is not None
-        and subprocess.run(mount, capture_output=True).returncode == 0
-    )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +94,7 @@ def names_one_of(names, line):
     return any(re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", line) for name in names)
 
 
-@pytest.mark.skipif(not can_mount(), reason="this machine lets nobody mount a small disk")
+@pytest.mark.skipif(not can_isolate(), reason="this machine lets nobody mount a small disk")
 @pytest.mark.parametrize("free_pages", [0, 700])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_kind_of_file_on_a_full_disk(command, free_pages, inputs, tmp_path):

@@ -84,10 +84,9 @@ def counted(monkeypatch):
         monkeypatch.setattr(where, name, watched)
 
     def norm(operands, suffix):
-        def kernel(*tensors, dresidual_CE=None, **_):
-            x, bias = tensors[0], (*tensors, None)[operands + 1]
+        def kernel(x, *others, dresidual_CE=None, **_):
             added = "" if dresidual_CE is None else "_add"
-            name = "rmsnorm" if bias is None else "layernorm"
+            name = "rmsnorm" if others[operands - 1].bias_E is None else "layernorm"
             return ("head_norm" if x.dim() == 3 else name) + added + suffix, x.numel()
 
         return kernel

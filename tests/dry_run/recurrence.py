@@ -26,18 +26,18 @@ def fake_backward(workload: Workload) -> Callable[..., tuple[Any, ...]]:
 
     def backward(
         recurrence: Recurrence, do_CHV: Tensor, dstate: State | None, state: State | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], State]:
+    ) -> tuple[Tensor, dict[str, Tensor], State]:
         tokens = len(do_CHV) // workload.sequence_parallel_degree
         planned = recurrence_backward(TensorSizes(workload, tokens, kind=linear))
-        qkv, ab, own = recurrence.qkv_CM, recurrence.ab_C2H, recurrence.linear
-        dqkv, dab = torch.empty_like(qkv), torch.empty_like(ab)
+        inputs, own = recurrence.inputs_CI, recurrence.linear
+        dinputs = torch.empty_like(inputs)
         matrix = own.value_heads, own.key_size, own.value_size
-        dmatrix = qkv.new_empty(matrix, dtype=torch.float32)
-        found = State(dmatrix, qkv.new_empty(own.carried_tokens, own.conv_width))
-        made = sum(x.nbytes for x in (dqkv, dab, *found))
-        scratch = torch.empty(planned - made, dtype=torch.uint8, device=qkv.device)
+        dmatrix = inputs.new_empty(matrix, dtype=torch.float32)
+        found = State(dmatrix, inputs.new_empty(own.carried_tokens, own.conv_width))
+        made = sum(x.nbytes for x in (dinputs, *found))
+        scratch = torch.empty(planned - made, dtype=torch.uint8, device=inputs.device)
         del scratch
         weights = {name: recurrence.weights[name] for name in RECURRENCE_WEIGHTS}
-        return dqkv, dab, {n: torch.empty_like(w) for n, w in weights.items()}, found
+        return dinputs, {n: torch.empty_like(w) for n, w in weights.items()}, found
 
     return backward

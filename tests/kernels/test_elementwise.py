@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from sppo.kernels import elementwise, row_tiles
 from sppo.kernels.attention.merged_output import MergedOutput
+from sppo.kernels.norm_parameters import NormParameters
 from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
 from tests.kernels.operands import (
     DTYPES,
@@ -45,6 +46,11 @@ def plain_norm(x, weight, bias=None):
     return normed if bias is None else normed + bias
 
 
+def of(weight, bias=None, *, offset=False):
+    """The parameters of a norm."""
+    return NormParameters(weight, bias, EPS, offset)
+
+
 def norm_operands(shape, *, has_bias, dtype, device):
     """(x, dy, dresidual, parameters)."""
     x, dy, dresidual, *parameters = random(
@@ -61,8 +67,8 @@ def test_norms(shape, dtype, has_bias, device):
     )
     before = dresidual.clone()
     expected, gradients = by_autograd(plain_norm, (x, *parameters), dy)
-    y = elementwise.norm(x, *parameters, eps=EPS)
-    dx, *sums = elementwise.norm_backward(dy, x, *parameters, eps=EPS)
+    y = elementwise.norm(x, of(*parameters))
+    dx, *sums = elementwise.norm_backward(dy, x, of(*parameters))
     assert y.dtype == dx.dtype == dtype
     room = 2 if dtype == torch.float32 else 1  # chains of sums, and the mean that is taken off
     assert_close(y, expected, tolerance=room * TOLERANCE[dtype])
@@ -72,12 +78,12 @@ def test_norms(shape, dtype, has_bias, device):
         assert total.dtype == elementwise.accumulation_dtype(dtype)
         assert_close(total, exact_total, tolerance=2 * accumulation_tolerance(dtype))
     # A gradient around the norm is added before rounding, and changes no sum.
-    dx, *same = elementwise.norm_backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
+    dx, *same = elementwise.norm_backward(dy, x, of(*parameters), dresidual_CE=dresidual)
     assert_close(dx, gradients[0] + exact(dresidual)[0], tolerance=room * TOLERANCE[dtype])
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(sums, same, strict=True))
     assert torch.equal(dresidual, before)
     frozen, *nothing = elementwise.norm_backward(
-        dy, x, *parameters, eps=EPS, dresidual_CE=dresidual, with_parameters=False
+        dy, x, of(*parameters), dresidual_CE=dresidual, with_parameters=False
     )
     assert torch.equal(frozen, dx)
     assert nothing == [None, None]
@@ -89,23 +95,23 @@ def test_a_norm_weight_that_is_an_offset_from_one(dtype, device):
     x, dy, total, weight = random(*[(61, 96)] * 3, (96,), dtype=dtype, device=device)
     weight *= 1e-3
     expected, (dx, dweight) = by_autograd(lambda x, w: plain_norm(x, 1 + w), (x, weight), dy)
-    y = elementwise.norm(x, weight, eps=EPS, offset=True)
+    y = elementwise.norm(x, of(weight, offset=True))
     assert_close(y, expected, tolerance=TOLERANCE[dtype])
     if dtype == torch.float16:
         assert (y.cpu() != expected.to(dtype)).double().mean() <= 0.01
-    ours = elementwise.norm_backward(dy, x, weight, eps=EPS, offset=True)
+    ours = elementwise.norm_backward(dy, x, of(weight, offset=True))
     assert_close(ours[0], dx, tolerance=TOLERANCE[dtype])
     assert_close(ours[1], dweight, tolerance=2 * accumulation_tolerance(dtype))
-    normed = elementwise.add_norm_(total, x, weight, eps=EPS, offset=True)
-    assert torch.equal(normed, elementwise.norm(total, weight, eps=EPS, offset=True))
+    normed = elementwise.add_norm_(total, x, of(weight, offset=True))
+    assert torch.equal(normed, elementwise.norm(total, of(weight, offset=True)))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_rms_norm_of_small_and_large_rows(size, device):
     x, dy, weight = random((13, 1), (13, 1), (1,), dtype=torch.float64, device=device)
     y, (dx, _) = by_autograd(plain_norm, (size * x, weight), dy)
-    assert_close(elementwise.norm(size * x, weight, eps=EPS), y, tolerance=1e-12)
-    ours, _, _ = elementwise.norm_backward(dy, size * x, weight, eps=EPS)
+    assert_close(elementwise.norm(size * x, of(weight)), y, tolerance=1e-12)
+    ours, _, _ = elementwise.norm_backward(dy, size * x, of(weight))
     # One column nearly cancels.
     assert float((ours.cpu() - dx).abs().max()) <= 1e-11 * max(float(dx.abs().max()), 1e-3)
 
@@ -116,10 +122,10 @@ def test_an_addition_before_a_norm(shape, dtype, has_bias, device):
     """The norm is that of the sum as it was rounded, to the last bit."""
     total, x, _, parameters = norm_operands(shape, has_bias=has_bias, dtype=dtype, device=device)
     before, (expected,) = x.clone(), exact(total.double() + x.double())
-    normed = elementwise.add_norm_(total, x, *parameters, eps=EPS)
+    normed = elementwise.add_norm_(total, x, of(*parameters))
     assert (total.dtype, normed.dtype) == (dtype, dtype)
     assert_close(total, expected, tolerance=TOLERANCE[dtype])
-    assert torch.equal(normed, elementwise.norm(total, *parameters, eps=EPS))
+    assert torch.equal(normed, elementwise.norm(total, of(*parameters)))
     assert torch.equal(x, before)
 
 
@@ -133,12 +139,12 @@ def test_norms_keep_to_their_rows(dtype, has_bias, device):
     around = Guarded(dy.view(1, -1))  # rows in place are contiguous
     ours, theirs = around.inside.view(9, 48), dy.clone()
     x_, dy_, dresidual_ = (g.inside for g in guarded)
-    found = [elementwise.add_norm_(ours, x_, *parameters, eps=EPS), ours]
-    dense = [elementwise.add_norm_(theirs, x, *parameters, eps=EPS), theirs]
-    found += elementwise.norm_backward(dy_, x_, *parameters, eps=EPS, dresidual_CE=dresidual_)
-    dense += elementwise.norm_backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
-    found.append(elementwise.norm(x_, *parameters, eps=EPS))
-    dense.append(elementwise.norm(x, *parameters, eps=EPS))
+    found = [elementwise.add_norm_(ours, x_, of(*parameters)), ours]
+    dense = [elementwise.add_norm_(theirs, x, of(*parameters)), theirs]
+    found += elementwise.norm_backward(dy_, x_, of(*parameters), dresidual_CE=dresidual_)
+    dense += elementwise.norm_backward(dy, x, of(*parameters), dresidual_CE=dresidual)
+    found.append(elementwise.norm(x_, of(*parameters)))
+    dense.append(elementwise.norm(x, of(*parameters)))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, dense, strict=True))
     assert all(g.intact() for g in (*guarded, around))
 
@@ -254,9 +260,9 @@ def test_tiles_of_rows_make_no_difference(kind, monkeypatch, device):
         (angle,) = random((70, 1, 4), dtype=torch.float32, device=device)
         inner = elementwise.activation_backward_(dup, gate, up, kind=kind)
         return [
-            elementwise.norm(x, weight, eps=EPS),
-            *elementwise.norm_backward(dy, x, weight, eps=EPS)[:2],
-            *elementwise.norm_backward(dy, x, weight, weight, eps=EPS),
+            elementwise.norm(x, of(weight)),
+            *elementwise.norm_backward(dy, x, of(weight))[:2],
+            *elementwise.norm_backward(dy, x, of(weight, weight)),
             rotate(x.view(70, 12, 8), RotaryTable(angle.cos(), angle.sin())),
             *(t for t in (inner.hidden_CF, inner.dgate_CF, inner.dup_CF) if t is not None),
         ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sppo.kernels import elementwise, fused
+from sppo.kernels.norm_parameters import NormParameters
 from tests.kernels.places import need_triton
 
 
@@ -30,10 +31,11 @@ def test_what_cannot_be_written_over_is_left_to_torch(as_on_a_gpu):
 def test_a_sum_that_cannot_be_written_over_is_left_to_torch(as_on_a_gpu):
     total, x, weight = torch.randn(3, 6, 8, dtype=torch.float64)
     expected, total = total + x, total.repeat_interleave(2, 1)[:, ::2]
-    normed = elementwise.add_norm_(total, x, weight[0], eps=1e-5)
+    parameters = NormParameters(weight[0], None, 1e-5)
+    normed = elementwise.add_norm_(total, x, parameters)
     assert torch.equal(total, expected)
     torch.testing.assert_close(
-        normed, elementwise.norm(expected, weight[0], eps=1e-5), rtol=1e-12, atol=1e-12
+        normed, elementwise.norm(expected, parameters), rtol=1e-12, atol=1e-12
     )
 
 

@@ -33,7 +33,7 @@ def test_every_product_of_a_linear_layer_is_rounded_once(
     tokens, outputs, inputs, dtype, biased, seed
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(half_products, "_TILE", 8)
+        patch.setattr(half_products, "CAST_TILE", 8)
         dice = torch.Generator().manual_seed(seed)
         x, weight, dy, bias, total, dx = (
             torch.randn(shape, generator=dice)
@@ -71,7 +71,7 @@ def test_every_product_of_a_linear_layer_is_rounded_once(
 
 def test_a_product_takes_a_few_tiles_beside_its_result():
     x, weight = (torch.ones(n, 1000, dtype=torch.bfloat16) for n in (900, 2000))
-    tile_bytes = 4 * half_products._TILE**2
+    tile_bytes = 4 * half_products.CAST_TILE**2
     assert peak_bytes(lambda: linear.linear(x, weight)) <= 900 * 2000 * 2 + 3 * tile_bytes
 
 

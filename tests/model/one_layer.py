@@ -8,6 +8,7 @@ from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.model.attention_mixer import AttentionMixer
 from sppo.model.gradients import GradientSum, zero_gradients
+from sppo.model.heads import Heads
 from sppo.model.layer import Layer
 from sppo.model.linear_mixer import LinearMixer
 from sppo.model.recurrence import Recurrence
@@ -64,19 +65,19 @@ class WholeRecurrence:
     def __init__(self, linear, weights, starts=()):
         self._linear, self._weights, self._starts, self.recomputed = linear, weights, starts, 0
 
-    def forward(self, qkv, ab):
-        return Recurrence(self._weights, self._linear, qkv, ab, self._starts).forward(None)[0]
+    def forward(self, inputs):
+        return Recurrence(self._weights, self._linear, inputs, self._starts).forward(None)[0]
 
-    def recompute(self, qkv, ab):
+    def recompute(self, inputs):
         self.recomputed += 1
-        return self.forward(qkv, ab)
+        return self.forward(inputs)
 
-    def backward(self, do, qkv, ab, gradients):
-        recurrence = Recurrence(self._weights, self._linear, qkv, ab, self._starts)
-        dqkv, dab, dweights, _ = recurrence.backward(do, None, None)
+    def backward(self, do, inputs, gradients):
+        recurrence = Recurrence(self._weights, self._linear, inputs, self._starts)
+        dinputs, dweights, _ = recurrence.backward(do, None, None)
         for name, gradient in dweights.items():
             gradients.add(name, gradient)
-        return dqkv, dab
+        return dinputs
 
 
 def layer_weights(model, layer=0, *, dtype=torch.float64):
@@ -108,7 +109,7 @@ class OneLayer:
         if linear is None:
             rotary = RotaryTables(model, torch.arange(tokens), dtype=dtype).of_layer(0)
             self.core = WholeSequence()
-            mixer = AttentionMixer(model, self.weights, rotary, self.core)
+            mixer = AttentionMixer(Heads(model, self.weights, rotary), self.core)
         else:
             self.core = WholeRecurrence(linear, self.weights, starts)
             mixer = LinearMixer(model, self.weights, self.core)

@@ -60,8 +60,7 @@ def in_units(weights, qkvab, do, starts, cuts):
     state = None
     for start, end in pairwise(cuts):
         inside = [position - start for position in starts if start < position < end]
-        qkv, ab = qkvab[start:end].split([32, 8], 1)
-        units.append(Recurrence(weights, LINEAR, qkv, ab, inside))
+        units.append(Recurrence(weights, LINEAR, qkvab[start:end], inside))
         states.append(None if start in starts else state)
         o, state = units[-1].forward(states[-1])
         outputs.append(o)
@@ -69,9 +68,9 @@ def in_units(weights, qkvab, do, starts, cuts):
     for unit, state, (start, end) in reversed(
         list(zip(units, states, pairwise(cuts), strict=True))
     ):
-        dqkv, dab, found, dstate = unit.backward(do[start:end], dstate, state)
+        dinputs, found, dstate = unit.backward(do[start:end], dstate, state)
         dstate = None if state is None else dstate
-        dqkvab.append(torch.cat([dqkv, dab], 1))
+        dqkvab.append(dinputs)
         dweights = {name: dweights[name] + found[name] for name in found}
     return [torch.cat(outputs), torch.cat(dqkvab[::-1]), *dweights.values()]
 
@@ -94,7 +93,7 @@ def test_a_run_in_bf16_keeps_an_fp32_state_and_sums_in_fp32():
     assert [x.dtype for x in found] == [torch.bfloat16] * 2 + [torch.float32] * 5
     for ours, wide in zip(found, exact, strict=True):
         assert (ours - wide).norm() < 0.01 * wide.norm()
-    whole = Recurrence(weights, LINEAR, *qkvab.split([32, 8], 1))
+    whole = Recurrence(weights, LINEAR, qkvab)
     _, state = whole.forward(None)
     *_, dstate = whole.backward(do, None, state)
     assert [x.dtype for x in (*state, *dstate)] == [torch.float32, torch.bfloat16] * 2

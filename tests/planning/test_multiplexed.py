@@ -49,7 +49,7 @@ def test_replicas_share_the_sequences_of_a_step_evenly():
     run = multiplexed(pipeline_parallel_degree=2, data_parallel_degree=2)
     uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
     run = run.model_copy(update={"parallel": uneven})
-    with pytest.raises(ValueError, match="must be a multiple of the replicas"):
+    with pytest.raises(ValueError, match="cannot be divided evenly"):
         executed_candidate(run, hardware=hardware_for(run.hardware))
 
 

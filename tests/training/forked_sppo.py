@@ -74,8 +74,8 @@ class ForkedSppo:
             },
         )
         self._process.stdout.readline()  # the small disk is there, and all is imported
-        self.disk = Path(f"/proc/{self._process.pid}/root{disk}")
-        """The small disk, as this process sees it once a call has ended."""
+        self.disk = None if disk is None else Path(f"/proc/{self._process.pid}/root{disk}")
+        """The small disk, as this process sees it."""
 
     def __enter__(self):
         return self
@@ -83,7 +83,7 @@ class ForkedSppo:
     def __exit__(self, *_):
         self.close()
 
-    def __call__(self, *argv, cwd, hook=None, env=None, limit_s=600.0, shuts_down=False):
+    def __call__(self, *argv, cwd, hook=None, env=None, limit_s=300.0, shuts_down=False):
         """``sppo argv`` in ``cwd``, after ``hook``: names of a module and function, arguments.
 
         ``shuts_down``: ranks end as an interpreter does, which takes as long as some steps; if not,

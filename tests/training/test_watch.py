@@ -6,8 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from sppo.checkpoint import checkpoint
 from sppo.checkpoint.checkpoint import read_weights
+from sppo.checkpoint.files import list_checkpoints
 from sppo.config import load_run
+from sppo.training import run_checkpoints
 from sppo.training.interruption import CorruptionError
 from sppo.training.state import TrainingState
 from sppo.training.trainer import StepLoop
@@ -114,11 +117,45 @@ def test_a_flipped_bit_ends_the_run_before_the_update(work, run_file, flips, pla
     flips.append((3, place, row, 5))
     with pytest.raises(CorruptionError, match=f"rank 0 computed or kept wrong values: {said}"):
         train_alone(run)
-    checkpoint, _ = read_weights("out")
-    assert checkpoint.step == 2
+    saved, _ = read_weights("out")
+    assert saved.step == 2
     train_alone(run.with_values({"train.output": "sound"}))
     train_alone(run)
     assert losses(work / "out") == losses(work / "sound")
+
+
+@pytest.mark.parametrize(("reading", "async_save"), [("save_tensors", False), ("copied", True)])
+def test_a_weight_that_changes_while_it_is_saved_is_not_published(
+    work, run_file, monkeypatch, reading, async_save
+):
+    read = getattr(checkpoint, reading)
+
+    def read_flipped(blocks, **options):
+        flip(blocks["model.embed.weight"][0].tensor, 5, 3)
+        return read(blocks, **options)
+
+    monkeypatch.setattr(checkpoint, reading, read_flipped)
+    with pytest.raises(CorruptionError, match="step 4: weights changed without an update"):
+        train_alone(load_run(run_file(checkpoint={"async_save": async_save})))
+    assert not list_checkpoints(work / "out/checkpoints")
+
+
+def test_a_weight_that_is_not_finite_any_more_is_a_fault_of_the_device(work, monkeypatch):
+    find = run_checkpoints.nonfinite_names
+
+    def find_flipped(state):
+        if "model.embed.weight" in state:
+            state["model.embed.weight"].view(-1)[5] = torch.nan
+        return find(state)
+
+    def finding_flipped(checkpoints, *step, **options):
+        monkeypatch.setattr(run_checkpoints, "nonfinite_names", find_flipped)
+        return save(checkpoints, *step, **options)
+
+    save = run_checkpoints.RunCheckpoints.save
+    monkeypatch.setattr(run_checkpoints.RunCheckpoints, "save", finding_flipped)
+    with pytest.raises(CorruptionError, match="step 4: weights changed without an update"):
+        train_alone(load_run("run.yaml"))
 
 
 def test_unusual_data_is_computed_again_and_taken_with_the_same_losses(work, monkeypatch):

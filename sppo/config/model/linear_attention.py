@@ -50,6 +50,11 @@ class LinearAttention(Section):
         """M: number of channels of the convolution: queries, keys and values."""
         return 2 * self.keys_width + self.values_width
 
+    @property
+    def inputs_width(self) -> int:
+        """Width of the inputs of the recurrence: of the convolution, decays and strengths."""
+        return self.conv_width + 2 * self.value_heads
+
     def of_rank(self, num_ranks: int) -> LinearAttention:
         """Return the heads of one of the ranks that divide the value heads among them.
 
@@ -63,11 +68,7 @@ class LinearAttention(Section):
     @property
     def saved_widths(self) -> dict[str, int]:
         """Widths of the projections of a token that a layer saves, by name."""
-        return {
-            "linear_qkv": self.conv_width,
-            "linear_gate": self.values_width,
-            "linear_ab": 2 * self.value_heads,
-        }
+        return {"linear_inputs": self.inputs_width, "linear_gate": self.values_width}
 
     @property
     def carried_tokens(self) -> int:

@@ -9,16 +9,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
-
-CAUSAL_TOKENS = 2048
-"""Most rows of a causal square."""
-PREFIX_KEYS = 8192
-"""Most keys of a part of a prefix."""
-BAND_ROWS = 512
-"""Most rows of a band, which a sliding window makes."""
-HALF_TOKENS = 256
-"""Multiple of tokens at which squares are halved. In bf16, blocks of rows and keys that are no
-multiples are computed in fp32 by :mod:`sppo.kernels.attention.cpu_flash`."""
+from sppo.cost.tiles import BAND_TILE_TOKENS, HALF_TOKENS, MAX_CAUSAL_TOKENS, MAX_FULL_KEYS
 
 
 class BlockKind(Enum):
@@ -63,22 +54,22 @@ def largest_blocks(s: TensorSizes) -> Iterator[Block]:
     rows, window = s.rows, s.kind.window
     square = _largest_square(rows)
     yield Block(s, "a causal square", BlockKind.CAUSAL, square, square)
-    if rows > CAUSAL_TOKENS:
+    if rows > MAX_CAUSAL_TOKENS:
         keys = first_half(rows)
         yield Block(s, "half of a square", BlockKind.FULL, rows - keys, keys)
     prefix = s.prefix
     if window is not None:
         prefix = min(prefix, window)
     if prefix:
-        yield Block(s, "the prefix", BlockKind.FULL, rows, min(prefix, PREFIX_KEYS))
+        yield Block(s, "the prefix", BlockKind.FULL, rows, min(prefix, MAX_FULL_KEYS))
     if window is not None and s.seen_keys > window:
-        band = min(rows, BAND_ROWS)
+        band = min(rows, BAND_TILE_TOKENS)
         yield Block(s, "a band", BlockKind.BAND, band, min(s.seen_keys, band + window - 1))
 
 
 def _largest_square(rows: int) -> int:
     """Return the rows of the largest causal square, after halving those that are too large."""
-    while rows > CAUSAL_TOKENS:
+    while rows > MAX_CAUSAL_TOKENS:
         first = first_half(rows)
         rows = max(first, rows - first)
     return rows

@@ -12,8 +12,6 @@ from functools import partial
 from math import gcd
 
 from sppo.cost.live_sets.attention_block_sizes import (
-    CAUSAL_TOKENS,
-    HALF_TOKENS,
     Block,
     BlockKind,
     first_half,
@@ -21,11 +19,9 @@ from sppo.cost.live_sets.attention_block_sizes import (
 )
 from sppo.cost.live_sets.cpu_scratch import cast_bytes, flash_bytes, flash_output_bytes
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
+from sppo.cost.tiles import HALF_TOKENS, LEAST_PART_KEYS, MAX_CAUSAL_TOKENS
 from sppo.cost.workload import ACCUMULATION_BYTES
 
-LEAST_PART_KEYS = 512
-"""Fewest keys of a part of a rectangle whose keys are divided over threads because it has fewer
-heads than threads."""
 _FLASH_COMPUTE_BYTES = 450 << 10
 """Bytes per thread that oneDNN allocates in torch's CPU flash backward in bf16, in addition to
 :func:`sppo.cost.live_sets.cpu_scratch.flash_bytes`; measured with torch 2.13."""
@@ -68,7 +64,7 @@ def _merging_bytes(block: Block) -> int:
     Without a prefix, no rows of the first half of the subsequence have an earlier output.
     """
     s, rows = block.s, block.s.rows
-    later = rows if s.prefix else rows - first_half(rows) if rows > CAUSAL_TOKENS else 0
+    later = rows if s.prefix else rows - first_half(rows) if rows > MAX_CAUSAL_TOKENS else 0
     merged = min(block.rows, later)
     o = s.pooled(merged * s.heads * s.model.head_dim * s.element_bytes)
     return o + 4 * s.lse_bytes_of(merged) + _gathered_bytes(block, tensors=1) + cast_bytes(s, o)

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.parameters import parameter_kind
-from sppo.cost.tiles import product_rows
+from sppo.cost.tiles import ACCUMULATION_TILE_BYTES, CAST_TILE, TILE_BYTES, product_rows
 from sppo.cost.workload import ACCUMULATION_BYTES
 from sppo.units import MIB
 
-TILE_BYTES = MIB
-"""Most bytes of a tile of one fp32 operand of an element-wise chain on a CPU, as in
-:mod:`sppo.kernels.row_tiles`."""
-ACCUMULATION_TILE_BYTES = 8 * MIB
-"""Most bytes of a tile that is cast for a single operation, as in :mod:`sppo.kernels.row_tiles`."""
 _FLASH_KEYS = 512
 _FLASH_ROWS = ((768, 256), (192, 64), (1, 32))
 """(least rows of a call, rows that torch's CPU flash kernels then process at once)."""
@@ -24,8 +19,7 @@ _PRODUCT_BYTES = 400 << 10
 _WEIGHT_PRODUCT_BYTES = 2 * MIB
 """Scratch of oneDNN's bf16 products with transposed operands, as weight gradients have;
 `_PRODUCT_BYTES` is that of all other products."""
-CAST_TILE_BYTES = 256 << 10
-"""Bytes of an fp32 tile of a product by casts, as in :mod:`sppo.kernels.half_products`."""
+_CAST_TILE_BYTES = ACCUMULATION_BYTES * CAST_TILE**2
 
 
 def tiles_bytes(s: TensorSizes, count: int, *, width: int) -> int:
@@ -52,7 +46,7 @@ def product_bytes(s: TensorSizes, *, is_added: bool = False) -> int:
     """
     if not (s.threads and s.is_half):
         return 0
-    return (3 + is_added) * CAST_TILE_BYTES if s.casts else _PRODUCT_BYTES
+    return (3 + is_added) * _CAST_TILE_BYTES if s.casts else _PRODUCT_BYTES
 
 
 def mlp_gradient_bytes(s: TensorSizes) -> int:
@@ -82,7 +76,7 @@ def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:
     if not (s.threads and s.is_half):
         return 0
     if s.casts:
-        return 2 * CAST_TILE_BYTES
+        return 2 * _CAST_TILE_BYTES
     rows = min(outputs, product_rows(inputs, element_bytes=s.element_bytes))
     return rows * inputs * s.element_bytes + _WEIGHT_PRODUCT_BYTES
 

@@ -12,18 +12,11 @@ from collections.abc import Iterator
 
 from sppo.cost.live_sets.attention_block_sizes import Block, largest_blocks
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
+from sppo.cost.tiles import MAX_BACKWARD_KEYS, MAX_FORWARD_ELEMENTS, SCORES_TILE_BYTES
 from sppo.cost.workload import ACCUMULATION_BYTES as _WIDE
-from sppo.units import MIB
 
-SPAN_KEYS = 16384
-"""Most keys of one backward call of flash-attn, as in
-:mod:`sppo.kernels.attention.rectangle_attention`."""
-CALL_ELEMENTS = 1 << 30
-"""Most elements of the keys of one forward call of flash-attn, as there."""
 _WHOLE_SPANS = frozenset(("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash"))
 """Back ends that compute a span of queries and its keys in one call instead of blocks."""
-TILE_BYTES = 64 * MIB
-"""Most bytes of one tile of scores, as in :mod:`sppo.kernels.attention.torch_blocks`."""
 _ROWS_UNIT, _HEAD_UNIT = 128, 32
 
 
@@ -43,7 +36,7 @@ def _merges_spans(s: TensorSizes) -> bool:
     """Return whether a forward of flash-attn reads the keys in parts and merges their outputs."""
     if s.kind.window is not None:
         return False
-    most_keys = CALL_ELEMENTS * s.element_bytes // s.key_row_bytes
+    most_keys = MAX_FORWARD_ELEMENTS * s.element_bytes // s.key_row_bytes
     return s.seen_keys > most_keys and s.prefix > 0
 
 
@@ -64,7 +57,7 @@ def _span_backward(s: TensorSizes) -> int:
     if s.kind.window is not None:
         keys, is_cut = min(s.seen_keys, s.rows + s.kind.window), False
     else:  # The causal part is not cut.
-        keys = min(s.seen_keys, max(SPAN_KEYS, s.rows))
+        keys = min(s.seen_keys, max(MAX_BACKWARD_KEYS, s.rows))
         is_cut = s.seen_keys > keys
     part = s.query_bytes + 2 * keys * s.key_row_bytes
     part += _scratch(s, s.rows, keys, kv_heads=s.key_heads)
@@ -109,7 +102,7 @@ def _repeats(block: Block) -> bool:
 
 def _tile_bytes(block: Block) -> int:
     """Return the bytes of a tile of scores in fp32."""
-    return min(TILE_BYTES, _WIDE * block.s.heads * block.rows * block.keys)
+    return min(SCORES_TILE_BYTES, _WIDE * block.s.heads * block.rows * block.keys)
 
 
 def _scratch(s: TensorSizes, rows: int, keys: int, *, kv_heads: int) -> int:

@@ -3,8 +3,7 @@
 They follow :mod:`sppo.model.linear_mixer`, and count the norm of the layer's input in forward
 alone: backward has it throughout.
 
-Legend: C tokens of the subsequence on one device, M channels of the convolution, V width of all
-values.
+Legend: C tokens of the subsequence on one device, V width of all values.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _projection_bytes(s: TensorSizes) -> int:
     linear = s.linear
     keys = s.pooled(s.tokens * linear.keys_width * s.element_bytes)
     copied = max(keys, 2 * s.values_bytes)
-    return s.pooled(s.tokens * linear.conv_width * s.element_bytes) + copied + product_bytes(s)
+    return s.linear_input_bytes + copied + product_bytes(s)
 
 
 def _output(s: TensorSizes) -> Iterator[LiveSet]:

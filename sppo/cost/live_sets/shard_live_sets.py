@@ -32,7 +32,7 @@ _MLP = {
 BORROWED_LAYERS = 2
 """Layers whose weights a borrower holds at once: one in use, and the next one being received."""
 MOST_GRADIENTS_SENT = 2
-"""Parameters whose gradients are being sent at once, as in :mod:`sppo.engine.msp.gradients`."""
+"""Most parameters whose gradients are being sent to the owner at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ LiveSet = tuple[str, int]
 """Name of a point of a pass, and bytes of the tensors that are live at this point."""
 
 LEAST_POOLED_BYTES = 128 << 10
-"""Smallest tensor of the memory pool of a CPU, as in :mod:`sppo.kernels.native.cpu_allocator`."""
+"""Smallest tensor of the memory pool of a CPU; the C heap handles smaller ones well."""
 
 
 class TensorSizes:
@@ -149,12 +149,8 @@ class TensorSizes:
 
     @property
     def linear_input_bytes(self) -> int:
-        """Bytes of the inputs of the recurrence: before the convolution, and decays and strengths.
-
-        Also those of their gradients.
-        """
-        widths = self.linear.conv_width, 2 * self.linear.value_heads
-        return sum(self.pooled(self.tokens * self.element_bytes * width) for width in widths)
+        """Bytes of the inputs of the recurrence, or of their gradients."""
+        return self.pooled(self.tokens * self.element_bytes * self.linear.inputs_width)
 
     @property
     def values_bytes(self) -> int:

@@ -17,11 +17,10 @@ import numpy as np
 
 from sppo.activations.placement import Counts
 from sppo.cost.layer_kinds import LayerKind
-from sppo.cost.live_sets.attention_block_sizes import PREFIX_KEYS
-from sppo.cost.live_sets.gpu_attention_live_sets import CALL_ELEMENTS, SPAN_KEYS
 from sppo.cost.live_sets.layer_live_sets import layer_backward, layer_forward, loss
 from sppo.cost.live_sets.shard_live_sets import ShardSizes, shard_backward, shard_forward
 from sppo.cost.live_sets.tensor_sizes import LiveSet, TensorSizes
+from sppo.cost.tiles import MAX_BACKWARD_KEYS, MAX_FORWARD_ELEMENTS, MAX_FULL_KEYS
 from sppo.cost.workload import Workload
 
 
@@ -81,8 +80,8 @@ def same_prefixes(workload: Workload, *, tokens: Counts, prefixes: Counts) -> Co
     are too many for one call, the outputs of parts are merged.
     """
     sizes = TensorSizes(workload, 1)
-    long = max(SPAN_KEYS, PREFIX_KEYS, workload.model.sliding_window or 0)
-    of_a_call = CALL_ELEMENTS * sizes.element_bytes // sizes.key_row_bytes
+    long = max(MAX_BACKWARD_KEYS, MAX_FULL_KEYS, workload.model.sliding_window or 0)
+    of_a_call = MAX_FORWARD_ELEMENTS * sizes.element_bytes // sizes.key_row_bytes
     in_parts = np.where(prefixes + tokens <= of_a_call, long, max(long, of_a_call))
     shortest: Counts = np.where(prefixes <= long, prefixes, in_parts)
     return shortest

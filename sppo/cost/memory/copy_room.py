@@ -97,7 +97,7 @@ def _copy_slots(
     """
     workload, longest = candidate.workload, max(candidate.lengths)
     reserved, leaving, _ = block_slots(candidate, shape)
-    count, at_once = reserved + leaving, shape.taken_at_once(attention_saved=True)
+    count, at_once = reserved + leaving, shape.taken_at_once
     classes = [
         class_bytes_per_token(workload.model, own, element_bytes=workload.element_bytes)
         for own in types

@@ -29,7 +29,7 @@ from sppo.schedule.orders.rank_orders import sequence_groups
 from sppo.schedule.schedule import Schedule
 
 MOST_SENDS = 2
-"""Most messages to one receiver that a rank holds, as in :mod:`sppo.parallel.pipeline_p2p`."""
+"""Most messages to one receiver that a rank holds until they are sent."""
 
 _Input = tuple[Wire, int, UnitKey]
 """Wire, consuming stage and unit of the input of a stage."""
@@ -70,8 +70,7 @@ def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
     heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
     if model.linear_attention is not None:
         linear = model.linear_attention
-        inputs, outputs = linear.conv_width + 2 * linear.value_heads, linear.values_width
-        heads = max(heads, 2 * (inputs + outputs))
+        heads = max(heads, 2 * (linear.inputs_width + linear.values_width))
     exchanged: Table = (lengths // degree) * workload.element_bytes * heads
     return exchanged
 

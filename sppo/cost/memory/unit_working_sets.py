@@ -30,7 +30,7 @@ from sppo.cost.workload import Workload
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
-_INPUTS = ("q", "k", "linear_qkv", "linear_gate", "linear_ab")
+_INPUTS = ("q", "k", "linear_inputs", "linear_gate")
 """Saved tensors that attention reads."""
 
 
@@ -255,7 +255,7 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
         + [shape.layer_bytes(own, rows) for own in shape.row_bytes],
         axis=0,
     )
-    shared = shape.taken_at_once(attention_saved=True)
+    shared = shape.taken_at_once
     layers = np.where(recomputes[:, ATTENTION], 1, shared)
     sooner = (is_cut & recomputes)[:, LINEAR] * queries_bytes(shape, tokens)
     found: Counts = first + (layers - 1) * other + layers * sooner

@@ -1,7 +1,7 @@
 """Which characters of a rendered conversation the assistant writes, without marks in the template.
 
 A message of the assistant spans from where its generation prompt ends to the end of the token that
-stops it. Both are read off outlines (:mod:`.chat_outline`): the prompt ends where the rendering of
+stops it. Both are read off outlines (:mod:`.outline`): the prompt ends where the rendering of
 the messages before it ends, with ``add_generation_prompt``; the message stops with the first
 special token after its last text.
 """

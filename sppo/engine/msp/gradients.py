@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo.cost.live_sets.shard_live_sets import MOST_GRADIENTS_SENT
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.grouped import accumulate_grouped_weight_gradient_
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.parallel.msp_exchange import MspExchange
-
-MOST_UNDER_WAY = 2
-"""Most parameters whose gradients are in flight to the owner at once."""
 
 
 class SharedGradients:
@@ -97,7 +95,7 @@ class SharedGradients:
         if part.shape[0]:
             work = self._exchange.to_owner_ahead(part)
             self._under_way.append((name, part, work))
-        self._wait_for(MOST_UNDER_WAY)
+        self._wait_for(MOST_GRADIENTS_SENT)
 
     def _wait_for(self, most: int) -> None:
         while len(self._under_way) > most:

@@ -5,8 +5,8 @@ the state of its own heads behind all tokens, and needs no rows of other ranks. 
 are an equal part of all: of queries, keys and values, and of the rows of the weights that the
 recurrence reads.
 
-Legend: c tokens of this rank, C tokens of the unit, H value heads, D size of a value, M channels of
-the convolution; h and m those of this rank.
+Legend: c tokens of this rank, C tokens of the unit, H value heads, D size of a value, I width of
+the inputs of the recurrence; h and i those of this rank.
 """
 
 from __future__ import annotations
@@ -42,27 +42,25 @@ class HeadExchange:
         assert self.linear.key_heads % self._degree == 0, "every rank has whole key heads"
         return self.linear.of_rank(self._degree)
 
-    def to_heads(self, qkv_cM: Tensor, ab_c2H: Tensor, *do_cHD: Tensor) -> list[Tensor]:
-        """Return ``qkv`` ``[C, m]``, ``ab`` ``[C, 2 h]`` and, if given, ``do`` ``[C, h, D]``."""
+    def to_heads(self, inputs_cI: Tensor, *do_cHD: Tensor) -> list[Tensor]:
+        """Return the inputs ``[C, i]`` and, if given, ``do`` ``[C, h, D]``."""
         if self.ranks is None:
-            return [qkv_cM, ab_c2H, *do_cHD]
-        beside = torch.cat([qkv_cM, ab_c2H, *(x.flatten(1) for x in do_cHD)], 1)
+            return [inputs_cI, *do_cHD]
+        beside = torch.cat([inputs_cI, *(x.flatten(1) for x in do_cHD)], 1)
         parts = torch.split(beside, [*_widths(self.linear), *(x[0].numel() for x in do_cHD)], 1)
         by_rank = torch.cat([x.view(len(x), self.ranks.degree, -1) for x in parts], 2)
         (own,) = self.ranks.to_heads([by_rank], shard_tokens=self.shard_tokens)
-        ends = [self.own.conv_width, sum(_widths(self.own))][: 1 + len(do_cHD)]
-        qkv, ab, *do = own.squeeze(1).tensor_split(ends, 1)
-        return [qkv, ab, *(x.reshape(len(x), -1, self.linear.value_size) for x in do)]
+        inputs, *do = own.squeeze(1).tensor_split([self.own.inputs_width][: len(do_cHD)], 1)
+        return [inputs, *(x.reshape(len(x), -1, self.linear.value_size) for x in do)]
 
-    def to_tokens(self, dqkv_Cm: Tensor, dab_C2h: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients ``[c, M]`` and ``[c, 2 H]`` of this rank's tokens."""
+    def to_tokens(self, dinputs_Ci: Tensor) -> Tensor:
+        """Return the gradient ``[c, I]`` of the inputs of this rank's tokens."""
         if self.ranks is None:
-            return dqkv_Cm, dab_C2h
-        own = torch.cat([dqkv_Cm, dab_C2h], 1).unsqueeze(1)
+            return dinputs_Ci
+        own = dinputs_Ci.unsqueeze(1)
         (by_rank,) = self.ranks.to_tokens([own], shard_tokens=self.shard_tokens)
         parts = torch.split(by_rank, _widths(self.own), 2)
-        *dqkv, da, db = (x.flatten(1) for x in parts)
-        return torch.cat(dqkv, 1), torch.cat([da, db], 1)
+        return torch.cat([x.flatten(1) for x in parts], 1)
 
     def outputs_to_tokens(self, o_ChD: Tensor) -> Tensor:
         """Return the outputs ``[c, H, D]`` of this rank's tokens."""

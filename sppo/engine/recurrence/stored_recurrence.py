@@ -3,8 +3,7 @@
 The state is that of the document which the unit continues. A unit that begins a document starts
 from zeros, and so does each document that begins within the unit.
 
-Legend: C tokens of the unit on this rank, H value heads, D size of a value, M channels of the
-convolution.
+Legend: C tokens of the unit on this rank, H value heads, D size of a value, I width of the inputs.
 """
 
 from __future__ import annotations
@@ -42,40 +41,38 @@ class StoredRecurrence:
     span: TokenSpan
     saves: bool
 
-    def forward(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
+    def forward(self, inputs_CI: Tensor) -> Tensor:
         """Return the output ``[C, H, D]``; keep the state behind the unit."""
-        o, state = self._recur(qkv_CM, ab_C2H)
+        o, state = self._recur(inputs_CI)
         self.store.leave(self.key, self.span, state, saves=self.saves)
         return o
 
-    def recompute(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Tensor:
+    def recompute(self, inputs_CI: Tensor) -> Tensor:
         """Return the output ``[C, H, D]`` again, of a unit that has not run backward."""
-        return self._recur(qkv_CM, ab_C2H)[0]
+        return self._recur(inputs_CI)[0]
 
-    def backward(
-        self, do_CHD: Tensor, qkv_CM: Tensor, ab_C2H: Tensor, gradients: GradientSink
-    ) -> tuple[Tensor, Tensor]:
-        """Return (dqkv_CM, dab_C2H) in new memory; hand on the gradient of the state."""
-        qkv_CM, ab_C2H, do_CHD = self.heads.to_heads(qkv_CM, ab_C2H, do_CHD)
+    def backward(self, do_CHD: Tensor, inputs_CI: Tensor, gradients: GradientSink) -> Tensor:
+        """Return dinputs_CI in new memory; hand on the gradient of the state."""
+        inputs_CI, do_CHD = self.heads.to_heads(inputs_CI, do_CHD)
         state, behind = self._state, self.store.gradient_behind(self.key)
-        recurrence = self._recurrence(qkv_CM, ab_C2H)
-        dqkv, dab, dweights, dstate = recurrence.backward(do_CHD, behind, state)
+        recurrence = self._recurrence(inputs_CI)
+        dinputs, dweights, dstate = recurrence.backward(do_CHD, behind, state)
         self.store.hand_back(self.key, self.span, None if state is None else dstate)
         for name, gradient in dweights.items():
             if gradients.trains(name):
                 gradients.add(name, self.heads.whole(gradient, self.weights[name]))
-        return self.heads.to_tokens(dqkv, dab)
+        return self.heads.to_tokens(dinputs)
 
-    def _recur(self, qkv_CM: Tensor, ab_C2H: Tensor) -> tuple[Tensor, State]:
+    def _recur(self, inputs_CI: Tensor) -> tuple[Tensor, State]:
         """Return the output of this rank's tokens, and the state of its heads behind the unit."""
-        qkv_CM, ab_C2H = self.heads.to_heads(qkv_CM, ab_C2H)
-        o, state = self._recurrence(qkv_CM, ab_C2H).forward(self._state)
+        (inputs_CI,) = self.heads.to_heads(inputs_CI)
+        o, state = self._recurrence(inputs_CI).forward(self._state)
         return self.heads.outputs_to_tokens(o), state
 
-    def _recurrence(self, qkv_CM: Tensor, ab_C2H: Tensor) -> Recurrence:
+    def _recurrence(self, inputs_CI: Tensor) -> Recurrence:
         """Return the recurrence of this rank's heads over all tokens."""
         own = self.heads.own_weights(self.weights)
-        return Recurrence(own, self.heads.own, qkv_CM, ab_C2H, self._starts)
+        return Recurrence(own, self.heads.own, inputs_CI, self._starts)
 
     @property
     def _state(self) -> State | None:

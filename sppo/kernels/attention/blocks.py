@@ -19,16 +19,8 @@ from enum import StrEnum
 from functools import lru_cache
 from math import ceil
 
-# A causal square of more tokens is halved: two half squares and a full rectangle, which folds whole
-# query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
-MAX_CAUSAL_TOKENS = 2048
-# Squares are halved at a multiple of this number, so that tokens beyond the multiples of a kernel
-# (`BlockAttention.backward_multiple`) are at the end of a span only.
-HALF_UNIT_TOKENS = 256
-# A longer prefix is read in parts of this many keys. Temporaries of a kernel are as long as its
-# keys; if they grew with every subsequence, an allocator could never reuse the freed ones.
-MAX_FULL_KEYS = 8192
-BAND_TILE_TOKENS = 512
+from sppo.cost.tiles import BAND_TILE_TOKENS, HALF_TOKENS, MAX_CAUSAL_TOKENS, MAX_FULL_KEYS
+
 # Most rows and keys of a rectangle beyond whole units, so that casting its operands is cheap.
 MAX_REMAINDER_TOKENS = 256
 
@@ -169,7 +161,7 @@ def _triangle(q0: int, q1: int, key_offset: int) -> list[Block]:
     """Return the causal square of queries ``[q0, q1)``, halved until each half is small."""
     if q1 - q0 <= MAX_CAUSAL_TOKENS:
         return [Block(BlockKind.CAUSAL, q0, q1, key_offset + q0, key_offset + q1)]
-    unit = max(1, min(HALF_UNIT_TOKENS, MAX_CAUSAL_TOKENS // 2))
+    unit = max(1, min(HALF_TOKENS, MAX_CAUSAL_TOKENS // 2))
     middle = q0 + ceil((q1 - q0) // 2 / unit) * unit
     rectangle = Block(BlockKind.FULL, middle, q1, key_offset + q0, key_offset + middle)
     return [*_triangle(q0, middle, key_offset), rectangle, *_triangle(middle, q1, key_offset)]

@@ -8,7 +8,7 @@ is the sum over the parts.
 torch multiplies matrices in half precision by oneDNN, which compiles code for every shape, two
 thirds of a MiB each, of which at most a third is freed whatever ONEDNN_PRIMITIVE_CACHE_CAPACITY is.
 Documents have thousands of lengths. Blocks of a backward whose rows or keys are not multiples of
-:data:`HALF_BACKWARD_TOKENS` are therefore computed in fp32, whose kernels support all shapes. On a
+:data:`HALF_TOKENS` are therefore computed in fp32, whose kernels support all shapes. On a
 CPU without products in half precision, every block of a backward is computed in fp32: measured with
 torch 2.13 on an AMD EPYC without AVX-512, backward takes 4 to 7 times as long in bf16 as in fp32
 with the casts of its operands. Forward takes the same time in both, and stays in bf16.
@@ -21,21 +21,19 @@ import math
 import torch
 from torch import Tensor
 
+from sppo.cost.tiles import HALF_TOKENS, LEAST_PART_KEYS
 from sppo.kernels.attention.block_attention import BlockCall
 from sppo.kernels.half_products import cpu_multiplies
 from sppo.kernels.row_tiles import row_tiles
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_MIN_PART_TOKENS = 512
-HALF_BACKWARD_TOKENS = 256
-"""Divisor of the rows and the keys of every backward that is computed in half precision."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def backward_multiple(dtype: torch.dtype) -> int | None:
-    """Return HALF_BACKWARD_TOKENS if backward multiplies in half precision, else None."""
-    return HALF_BACKWARD_TOKENS if dtype in _HALF and cpu_multiplies(dtype) else None
+    """Return HALF_TOKENS if backward multiplies in half precision, else None."""
+    return HALF_TOKENS if dtype in _HALF and cpu_multiplies(dtype) else None
 
 
 class CpuFlash:
@@ -53,7 +51,7 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block by torch's CPU flash attention.
 
-        In half precision, blocks whose rows or keys are not multiples of HALF_BACKWARD_TOKENS
+        In half precision, blocks whose rows or keys are not multiples of HALF_TOKENS
         are computed and returned in fp32, as are all blocks on a CPU without products in half
         precision; dq of a backward in parts of keys is fp32 or better.
         """
@@ -85,13 +83,13 @@ def _key_parts(q: Tensor, k: Tensor) -> int:
         return 1
     heads, threads = q.shape[1], torch.get_num_threads()
     wanted = threads // math.gcd(heads, threads)
-    return max(1, min(wanted, k.shape[2] // _MIN_PART_TOKENS))
+    return max(1, min(wanted, k.shape[2] // LEAST_PART_KEYS))
 
 
 def _backward_in_parts(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float, parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    unit = HALF_BACKWARD_TOKENS if k.dtype in _HALF else 1
+    unit = HALF_TOKENS if k.dtype in _HALF else 1
     size = k.shape[2] // parts // unit * unit
     even = size * parts
     rows = (x.expand(parts, *x.shape[1:]) for x in (do, q, o, lse))

@@ -23,14 +23,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sppo.cost.tiles import MAX_BACKWARD_KEYS, MAX_FORWARD_ELEMENTS
 from sppo.kernels.attention.blocks import documents_in_span
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.merged_output import MergedOutput
-
-MAX_BACKWARD_KEYS = 16384
-"""Most keys of one backward call without a window."""
-MAX_FORWARD_ELEMENTS = 1 << 30
-"""Most elements of the keys of one forward call without a window."""
 
 
 @dataclass(frozen=True, slots=True)

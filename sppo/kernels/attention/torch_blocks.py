@@ -11,11 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sppo.cost.tiles import SCORES_TILE_BYTES
 from sppo.kernels.attention.block_attention import BlockCall
-from sppo.units import MIB
-
-TILE_BYTES = 64 * MIB
-"""Most bytes of one tile of scores."""
 
 
 class TorchBlocks:
@@ -56,9 +53,9 @@ class TorchBlocks:
 
 
 def _tiles(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Yield slices of rows whose scores have at most TILE_BYTES, at least one row each."""
+    """Yield slices of rows whose scores have at most SCORES_TILE_BYTES, at least one row each."""
     batch, heads, rows, _ = q.shape
-    step = max(1, TILE_BYTES // (batch * heads * k.shape[2] * k.element_size()))
+    step = max(1, SCORES_TILE_BYTES // (batch * heads * k.shape[2] * k.element_size()))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

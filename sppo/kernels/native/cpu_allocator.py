@@ -15,11 +15,9 @@ from dataclasses import dataclass, fields
 
 import torch  # noqa: F401 (loads the library that the pool is linked against)
 
+from sppo.cost.live_sets.tensor_sizes import LEAST_POOLED_BYTES
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.native_build import memory_pool
-
-LEAST_POOLED_BYTES = 128 << 10
-"""Smallest tensor that the pool allocates; the C heap handles smaller ones well."""
 
 _LEAST_ADDRESSES = 1 << 30
 """Fewest bytes of address space to reserve for the pool."""

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sppo.kernels.norm_parameters import NormParameters
 from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
 _FORWARD_TILE = {"elements": 4096, "elements_per_warp": 1024}
@@ -153,38 +154,19 @@ def _norm_backward_kernel(
             tl.store(dbias_ptr + partial_E, dbias_E, mask=column_E < size)
 
 
-def norm(
-    x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float, offset: bool = False
-) -> Tensor:
+def norm(x_CE: Tensor, parameters: NormParameters) -> Tensor:
     """Return the RMSNorm of rows ``[C, E]``, or with a bias the LayerNorm, rounded at the end."""
-    return _norm(_rows(x_CE), None, weight_E, bias_E, eps=eps, offset=offset).view(x_CE.shape)
+    return _norm(_rows(x_CE), None, parameters).view(x_CE.shape)
 
 
-def add_norm_(
-    total_CE: Tensor,
-    x_CE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor | None,
-    *,
-    eps: float,
-    offset: bool = False,
-) -> Tensor:
+def add_norm_(total_CE: Tensor, x_CE: Tensor, parameters: NormParameters) -> Tensor:
     """Add ``x`` to the contiguous ``total`` in place; return the norm of the rounded sum."""
     assert total_CE.is_contiguous(), "what is written in place cannot be copied first"
     total_RE = total_CE.view(-1, total_CE.shape[-1])
-    normed_RE = _norm(total_RE, _rows(x_CE), weight_E, bias_E, eps=eps, offset=offset)
-    return normed_RE.view(total_CE.shape)
+    return _norm(total_RE, _rows(x_CE), parameters).view(total_CE.shape)
 
 
-def _norm(
-    x_RE: Tensor,
-    added_RE: Tensor | None,
-    weight_E: Tensor,
-    bias_E: Tensor | None,
-    *,
-    eps: float,
-    offset: bool,
-) -> Tensor:
+def _norm(x_RE: Tensor, added_RE: Tensor | None, parameters: NormParameters) -> Tensor:
     """Return the norm of ``x_RE``, after adding ``added_RE`` to ``x_RE`` in place unless None."""
     y_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
     num_rows, size = x_RE.shape
@@ -193,17 +175,17 @@ def _norm(
         _norm_kernel[(triton.cdiv(num_rows, cut["ROWS"]),)](
             x_RE,
             added_RE,
-            weight_E,
-            bias_E,
+            parameters.weight_E,
+            parameters.bias_E,
             y_RE,
             num_rows,
             size,
             x_RE.stride(0),
             0 if added_RE is None else added_RE.stride(0),
             size,
-            EPS=eps,
-            CENTRED=bias_E is not None,
-            OFFSET=offset,
+            EPS=parameters.eps,
+            CENTRED=parameters.bias_E is not None,
+            OFFSET=parameters.offset,
             ADDED=added_RE is not None,
             ACC_DTYPE=accumulation_type(x_RE.dtype),
             **cut,
@@ -214,16 +196,13 @@ def _norm(
 def norm_backward(
     dy_CE: Tensor,
     x_CE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor | None,
+    parameters: NormParameters,
     *,
-    eps: float,
-    offset: bool = False,
     dresidual_CE: Tensor | None = None,
     with_parameters: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E or None, dbias_E or None)."""
-    dy_RE, x_RE, centred = _rows(dy_CE), _rows(x_CE), bias_E is not None
+    dy_RE, x_RE, centred = _rows(dy_CE), _rows(x_CE), parameters.bias_E is not None
     dresidual_RE = None if dresidual_CE is None else _rows(dresidual_CE)
     num_rows, size = x_RE.shape
     cut = _cut(size, **_BACKWARD_TILE)
@@ -237,7 +216,7 @@ def norm_backward(
         _norm_backward_kernel[(programs,)](
             dy_RE,
             x_RE,
-            weight_E,
+            parameters.weight_E,
             dresidual_RE,
             dx_RE,
             *(*partial, None, None)[:2],
@@ -247,9 +226,9 @@ def norm_backward(
             x_RE.stride(0),
             0 if dresidual_RE is None else dresidual_RE.stride(0),
             size,
-            EPS=eps,
+            EPS=parameters.eps,
             CENTRED=centred,
-            OFFSET=offset,
+            OFFSET=parameters.offset,
             RESIDUAL=dresidual_RE is not None,
             PARAMETERS=with_parameters,
             ACC_DTYPE=accumulation_type(x_RE.dtype),

@@ -17,7 +17,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.elastic.sample_shortfall import stages_text
+from sppo.planning.elastic.sample_shortfall import lacking_text
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.elastic.step_planner import StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
@@ -28,9 +28,8 @@ from sppo.planning.search.choices import Degrees, degrees_to_try
 from sppo.planning.search.division import Rejection, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import with_less_host_memory
-from sppo.planning.search.shortfall import Shortfall
+from sppo.planning.search.solver import RUNNERS_UP
 
-RUNNERS_UP = 3
 _PLANNED = 1 + RUNNERS_UP
 _MOST_PLANNED = 8
 """Most divisions whose drawn steps are planned. Beyond the first few, a division is planned only if
@@ -219,7 +218,9 @@ def _of_degrees(
         return Rejection(degrees, str(error))
     found = evaluate_in_nearest_tiers(longest, hardware=hardware)
     if found.shortfall is not None:
-        return replace(rejection_of(found), reason=_longest_lacks(longest, found, found.shortfall))
+        sample = f"the longest sample, of {run.sequence.length} tokens"
+        reason = f"{sample}, does not fit: {lacking_text(found)}"
+        return replace(rejection_of(found), reason=reason)
     planner = _quick_planner(own, found)
     seconds = sum(
         planner.packings([lengths[index] for index in heaviest_replica(planner, lengths)])[
@@ -306,18 +307,6 @@ def _heaviest_plans(planner: StepPlanner, steps: DrawnSteps) -> tuple[StepPlan, 
     return tuple(
         planner.plan([lengths[index] for index in heaviest_replica(planner, lengths)])
         for lengths in steps.lengths
-    )
-
-
-def _longest_lacks(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
-    """Return a message on the memory that a step of the longest samples lacks, and its stage."""
-    stages = evaluated.candidate.stages_of_rank(shortfall.rank)
-    where = f"{stages_text(stages)} needs"
-    if len(stages) > 1:
-        where = f"{stages_text(stages)} of rank {shortfall.rank} need"
-    return (
-        f"the longest sample, of {run.sequence.length} tokens, does not fit: {where} "
-        f"{shortfall.figures}"
     )
 
 

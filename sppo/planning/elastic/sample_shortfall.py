@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.units import format_bytes
 
 _LISTED_STAGES = 4
 """Most stages that a message lists one by one."""
@@ -19,20 +18,21 @@ def shortfall_text(lengths: Sequence[int], short: Sequence[EvaluatedCandidate]) 
         short: Candidates tried; the one that lacks least memory is described.
     """
     evaluated = min(short, key=lambda one: one.short_bytes)
-    shortfall = evaluated.shortfall
-    assert shortfall is not None, "only called where nothing fits"
-    stages = evaluated.candidate.stages_of_rank(shortfall.rank)
-    where = stages_text(stages)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     return (
-        f"a step of {len(lengths)} samples does not fit: {where} needs "
-        f"{format_bytes(shortfall.needed_bytes)} of {shortfall.place} memory and "
-        f"{format_bytes(shortfall.available_bytes)} may be used, so it is short by "
-        f"{format_bytes(shortfall.short_bytes)} ({shortfall.short_bytes} bytes); most of it is "
-        f"{shortfall.bucket.replace('_', ' ')} ({format_bytes(shortfall.bucket_bytes)}), and the "
+        f"a step of {len(lengths)} samples does not fit: {lacking_text(evaluated)}, and the "
         f"longest sample is {longest}, of {lengths[longest]} tokens: fewer samples a step, a lower "
         "sequence.length, or activations.policy=auto, with another train.output, would need less"
     )
+
+
+def lacking_text(evaluated: EvaluatedCandidate) -> str:
+    """Return which stages of a candidate that does not fit lack memory, and how much."""
+    shortfall = evaluated.shortfall
+    assert shortfall is not None, "only called where nothing fits"
+    stages = evaluated.candidate.stages_of_rank(shortfall.rank)
+    needs = "needs" if len(stages) == 1 else f"of rank {shortfall.rank} need"
+    return f"{stages_text(stages)} {needs} {shortfall.figures}"
 
 
 def stages_text(stages: Sequence[int]) -> str:

@@ -9,14 +9,12 @@ the first steps of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sppo.config.run import RunConfig
-from sppo.hardware.description import HardwareSpec
 from sppo.planning.elastic.step_planner import step_planner
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.run_plan import plan_run
 
 STEPS = 2
 """Number of steps of samples on which plans are compared."""
@@ -24,38 +22,21 @@ STEPS = 2
 
 def plan_samples(
     run: RunConfig,
+    planned: Callable[[RunConfig], ExecutionPlan],
     *,
     steps: Sequence[Sequence[int]],
-    hardware: HardwareSpec,
-    available_bytes: int,
-    disk_bytes: int = 0,
-    host_bytes: int = 0,
 ) -> ExecutionPlan:
-    """Plan a run of samples on a machine with the given free memory.
+    """Plan a run of samples.
 
     Args:
         run: Validated configuration of the run with its longest samples as sequences.
+        planned: Plans a run on the machine at hand, see :func:`sppo.planning.run_plan.plan_run`.
         steps: Tokens of each sample of the first steps, of all replicas.
-        hardware: Description of the machine; its memory sizes are ignored.
-        available_bytes: Free memory of one device.
-        disk_bytes: Bytes that the run may use of the disk of `activations.disk`.
-        host_bytes: Host memory that one device may use; 0 on a CPU, whose device memory is the
-            host's.
 
     Raises:
         ValueError: The run asks for a tier that the machine does not have.
         MemoryError: The run does not fit; the message says what to change.
     """
-
-    def planned(asked: RunConfig) -> ExecutionPlan:
-        return plan_run(
-            asked,
-            hardware=hardware,
-            available_bytes=available_bytes,
-            disk_bytes=disk_bytes,
-            host_bytes=host_bytes,
-        )
-
     plan = planned(run)
     if plan.virtual_stages == 1 or run.parallel.virtual_stages != "auto":
         return plan

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil, isqrt, prod
 
 from sppo.config.base import MOST_SUBSEQUENCES
-from sppo.config.run import RunConfig
+from sppo.config.run import DEGREES, RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
 from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
@@ -39,7 +39,6 @@ _MOST_VIRTUAL_STAGES = 4
 """How many numbers of stages on a rank, other than one, are tried at most."""
 _SHARDED_GRADIENTS = 2
 """ZeRO level from which replicas synchronize in every action, so all must run the same program."""
-_DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +296,7 @@ def degrees_to_try(
             for units sharded over pipeline ranks (MSP) and no possible degrees allow it.
     """
     given, total = run.parallel.model_fields_set, hardware.num_devices
-    fixed: dict[str, int] = {
-        name: getattr(run.parallel, name) for name in _DEGREES if name in given
-    }
+    fixed: dict[str, int] = {name: getattr(run.parallel, name) for name in DEGREES if name in given}
     asked = prod(fixed.values())
     if asked > total:
         raise ValueError(
@@ -516,19 +513,9 @@ def degree_problems(
 
 def _share_problem(run: RunConfig, *, replicas: int, samples: int | None) -> str | None:
     """Return the reason why replicas cannot share a step, and what to change; None if they can."""
-    train, zero = run.train, run.parallel.zero
-    if run.data.samples != "documents":
-        if train.sequences_per_step % replicas == 0:
-            return None
-        return (
-            f"train.sequences_per_step {train.sequences_per_step} cannot be divided evenly; make "
-            "it a multiple"
-        )
-    if zero >= _SHARDED_GRADIENTS and replicas > 1:
-        return (
-            f"parallel.zero={zero} shards gradients over replicas, and those of "
-            "data.samples=documents run programs of their own; use parallel.zero=1"
-        )
+    sequences = run.train.sequences_per_step
+    if run.data.samples != "documents" and sequences % replicas:
+        return f"train.sequences_per_step {sequences} cannot be divided evenly; make it a multiple"
     if samples is not None and replicas > samples:
         return f"a step may have only {counted(samples, 'sample')}, and every replica needs one"
     return None

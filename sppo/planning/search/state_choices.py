@@ -34,13 +34,11 @@ def runs_by_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig,
         ValueError: The run asks for a tier that the machine does not have.
     """
     machine = machine_asked_for(run, hardware=hardware)
-    optimizer = run.optimizer.model_copy(update={"offload": False})
     return tuple(
         run.model_copy(
             update={
                 "activations": run.activations.model_copy(update={"tier": tier}),
                 "state": StateConfig(**asdict(tiers)),
-                "optimizer": optimizer,
             }
         )
         for tier in activation_tiers(run, hardware=machine)

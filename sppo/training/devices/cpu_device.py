@@ -85,10 +85,6 @@ class CpuDevice:
         """
         return memory_room().share_bytes(local_ranks)
 
-    def describe_free_memory(self) -> str:
-        """Return a description of the free memory, for messages."""
-        return str(memory_room())
-
     def host_tier_bytes(self, *, local_ranks: int) -> int:
         """Return 0: the device memory of a CPU is the host's memory."""
         return 0

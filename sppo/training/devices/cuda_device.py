@@ -37,7 +37,6 @@ from sppo.offload.state_memory import StateMemory
 from sppo.parallel.job.environment import RankEnvironment, threads_of_gpu_rank
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.cpu_device import PoolUse
-from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
 _log = logging.getLogger(__name__)
@@ -147,10 +146,6 @@ class CudaDevice:
             self.torch_device
         )
         return int(free) + int(unused)
-
-    def describe_free_memory(self) -> str:
-        """Return a description of the free memory of the GPU, for messages."""
-        return f"{format_bytes(self.free_bytes(local_ranks=1))} free on {self.describe()}"
 
     def host_tier_bytes(self, *, local_ranks: int) -> int:
         """Return this rank's share of the host memory for offloaded tensors, in bytes."""

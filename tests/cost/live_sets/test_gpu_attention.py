@@ -31,7 +31,7 @@ HEAD_SIZE = 32
 )
 def test_torch_blocks_take_what_is_planned(monkeypatch, dtype, tokens, prefix, heads, window):
     for module in (torch_blocks, planned):
-        monkeypatch.setattr(module, "TILE_BYTES", 1 << 19)
+        monkeypatch.setattr(module, "SCORES_TILE_BYTES", 1 << 19)
     keys = tokens + prefix
     do, q = (torch.randn(tokens, heads[0], HEAD_SIZE).to(dtype) for _ in range(2))
     k, v = (torch.randn(keys, heads[1], HEAD_SIZE).to(dtype) for _ in range(2))

@@ -65,13 +65,13 @@ def test_a_tile_takes_what_is_planned(tokens, sizes, dtype):
         for name, shape in kind.shapes
         if name.startswith(("conv_", "decay"))
     }
-    qkv = torch.randn(tokens, linear.conv_width, dtype=half)
-    ab = torch.randn(tokens, 2 * linear.value_heads, dtype=half)
+    inputs = torch.randn(tokens, linear.inputs_width, dtype=half)
     do = torch.randn(tokens, linear.value_heads, linear.value_size, dtype=half)
     matrix = torch.randn(linear.value_heads, linear.key_size, linear.value_size)
-    state = State(matrix, qkv[: linear.carried_tokens].clone())
-    recurrence = Recurrence(weights, linear, qkv, ab)
-    operands = qkv, ab, do, *state, *weights.values()
+    rows = torch.randn(linear.carried_tokens, linear.conv_width, dtype=half)
+    state = State(matrix, rows)
+    recurrence = Recurrence(weights, linear, inputs)
+    operands = inputs, do, *state, *weights.values()
     forward = peak_bytes(lambda: recurrence.forward(state), operands)
     backward = peak_bytes(lambda: recurrence.backward(do, state, state), operands)
     assert recurrence_forward(planned) == pytest.approx(forward, rel=0.03)

@@ -11,26 +11,15 @@ from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost.layer_kinds import layer_kinds
-from sppo.cost.live_sets import (
-    attention_block_sizes,
-    cpu_attention_live_sets,
-    cpu_scratch,
-    gpu_attention_live_sets,
-    shard_live_sets,
-    tensor_sizes,
-)
 from sppo.cost.live_sets import working_set as planned
 from sppo.cost.workload import Workload
 from sppo.engine.engine import Engine
-from sppo.engine.msp import gradients as msp_gradients
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
-from sppo.kernels import half_products, row_tiles
-from sppo.kernels.attention import blocks as attention_blocks
-from sppo.kernels.attention import cpu_flash, rectangle_attention
+from sppo.kernels import half_products
+from sppo.kernels.attention import cpu_flash
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.kernels.native.cpu_allocator import LEAST_POOLED_BYTES
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.planning.evaluation_plan import plan_evaluation
@@ -185,22 +174,6 @@ def test_keys_in_windows_are_put_together(policy, window, recomputes):
     moment = predicted(model, **case)
     assert moment[0].startswith("attention backward")
     assert seen == pytest.approx(live(moment), rel=0.05, abs=THREADS_BYTES), moment
-
-
-def test_constants_are_those_of_the_kernels():
-    assert cpu_scratch.TILE_BYTES == row_tiles.TILE_BYTES
-    assert cpu_scratch.ACCUMULATION_TILE_BYTES == row_tiles.ACCUMULATION_TILE_BYTES
-    assert cpu_scratch.CAST_TILE_BYTES == 4 * half_products._TILE**2
-    assert tensor_sizes.LEAST_POOLED_BYTES == LEAST_POOLED_BYTES
-    assert shard_live_sets.MOST_GRADIENTS_SENT == msp_gradients.MOST_UNDER_WAY
-    assert attention_block_sizes.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
-    assert attention_block_sizes.BAND_ROWS == attention_blocks.BAND_TILE_TOKENS
-    assert attention_block_sizes.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
-    assert attention_block_sizes.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
-    assert attention_block_sizes.HALF_TOKENS == attention_blocks.HALF_UNIT_TOKENS
-    assert gpu_attention_live_sets.SPAN_KEYS == rectangle_attention.MAX_BACKWARD_KEYS
-    assert gpu_attention_live_sets.CALL_ELEMENTS == rectangle_attention.MAX_FORWARD_ELEMENTS
-    assert cpu_attention_live_sets.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
 
 
 @pytest.mark.parametrize("dtype", ["fp32", *exhaustive("bf16")])

@@ -9,7 +9,6 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.memory.messages import MOST_SENDS, sent_bytes, tokens_held
 from sppo.cost.workload import Workload
 from sppo.engine.stage_buffers import StageBuffers
-from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.program import generate, lower
@@ -26,7 +25,7 @@ class Links:
 
     def send(self, tensor, *, receiver, what):
         under_way = self.sent.setdefault(receiver, deque())
-        while len(under_way) >= pipeline_p2p._MOST_UNDER_WAY:
+        while len(under_way) >= MOST_SENDS:
             under_way.popleft()
         under_way.append(tensor)
 
@@ -111,10 +110,6 @@ def test_as_many_tokens_as_the_buffers_hold(schedule, ranks, virtual):
                 wire = "act" if action.kind is ActionKind.F else "grad"
                 buffers.put(wire, action, torch.empty(own, 1), first=first)
     assert most > 0
-
-
-def test_it_holds_as_many_sends_as_the_engine():
-    assert MOST_SENDS == pipeline_p2p._MOST_UNDER_WAY
 
 
 def test_the_ends_of_a_pipeline_have_one_neighbour():

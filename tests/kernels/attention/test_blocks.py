@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.cost.tiles import HALF_TOKENS, MAX_CAUSAL_TOKENS
 from sppo.kernels.attention import blocks as attention_blocks
-from sppo.kernels.attention import cpu_flash
-from sppo.kernels.attention.blocks import (
-    MAX_CAUSAL_TOKENS,
-    BlockKind,
-)
+from sppo.kernels.attention.blocks import BlockKind
 from tests.kernels.attention.reference import spans, visible_pairs
 from tests.tiers import examples
 
@@ -85,7 +82,7 @@ def test_a_long_diagonal_is_mostly_full_rectangles():
 
 @pytest.mark.parametrize("tokens", [2304, 6016, 3 * MAX_CAUSAL_TOKENS + 128])
 def test_squares_are_halved_so_that_only_the_end_of_a_span_remains(tokens):
-    multiple = cpu_flash.HALF_BACKWARD_TOKENS
+    multiple = HALF_TOKENS
     blocks = attention_blocks.attention_blocks(tokens, tokens)
     parts = attention_blocks.cut_to_token_multiples(blocks, multiple, window=None)
     whole_tokens = tokens - tokens % multiple

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -54,7 +55,7 @@ def seconds(plan):
 @pytest.mark.parametrize("per_byte", [0.0, DEAR])
 def test_the_steps_are_fastest_with_it(per_byte):
     run, room = run_of_samples(), {"hardware": machine(per_byte), "available_bytes": 4 << 30}
-    plan = plan_samples(run, steps=STEPS, **room)
+    plan = plan_samples(run, partial(plan_run, **room), steps=STEPS)
     single = plan_run(run_of_samples(virtual_stages=1), **room)
     of_longest = plan_run(run, **room)
     assert of_longest.virtual_stages > 1
@@ -64,7 +65,7 @@ def test_the_steps_are_fastest_with_it(per_byte):
 def test_dear_messages_leave_one_stage_on_a_rank(tmp_path):
     run = run_of_samples()
     room = {"hardware": machine(DEAR), "available_bytes": 4 << 30}
-    plan = plan_samples(run, steps=STEPS, **room)
+    plan = plan_samples(run, partial(plan_run, **room), steps=STEPS)
     assert plan.virtual_stages == 1 < plan_run(run, **room).virtual_stages
     check_plan_fits(plan, run)
     path = tmp_path / "plan.json"
@@ -75,7 +76,7 @@ def test_dear_messages_leave_one_stage_on_a_rank(tmp_path):
 def test_as_many_stages_as_were_asked_for():
     room = {"hardware": machine(DEAR), "available_bytes": 4 << 30}
     asked = run_of_samples(virtual_stages=4, schedule="looped_bfs")
-    assert plan_samples(asked, steps=STEPS, **room).virtual_stages == 4
+    assert plan_samples(asked, partial(plan_run, **room), steps=STEPS).virtual_stages == 4
 
 
 def test_what_fits_with_several_stages_alone_has_several():
@@ -85,7 +86,9 @@ def test_what_fits_with_several_stages_alone_has_several():
     needed = plan_run(run, available_bytes=4 << 30, **room).predicted.device_peak_bytes
     for available in range(needed // 4, needed, needed // 24):
         try:
-            plan = plan_samples(run, steps=STEPS, available_bytes=available, **room)
+            plan = plan_samples(
+                run, partial(plan_run, available_bytes=available, **room), steps=STEPS
+            )
         except MemoryError:
             continue
         with pytest.raises(MemoryError):
@@ -99,7 +102,7 @@ def test_a_plan_whose_steps_do_not_fit_is_not_taken(monkeypatch):
     """A step of the longest samples may fit, and a packed one not."""
     room = {"hardware": machine(0.0), "available_bytes": 4 << 30}
     run, planned = run_of_samples(), StepPlanner.plan
-    assert plan_samples(run, steps=STEPS, **room).virtual_stages > 1
+    assert plan_samples(run, partial(plan_run, **room), steps=STEPS).virtual_stages > 1
 
     def fits_on_one_stage(planner, lengths):
         if planner.base.virtual_stages > 1:
@@ -107,7 +110,7 @@ def test_a_plan_whose_steps_do_not_fit_is_not_taken(monkeypatch):
         return planned(planner, lengths)
 
     monkeypatch.setattr(StepPlanner, "plan", fits_on_one_stage)
-    assert plan_samples(run, steps=STEPS, **room).virtual_stages == 1
+    assert plan_samples(run, partial(plan_run, **room), steps=STEPS).virtual_stages == 1
 
 
 def test_a_plan_whose_keys_leave_the_device_fits_its_longest_sample_as_a_step():
