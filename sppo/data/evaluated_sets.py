@@ -41,19 +41,21 @@ def set_key(name: str) -> str:
 def evaluated_samples(run: RunConfig) -> Mapping[str, SetSamples]:
     """Return what is evaluated of each set.
 
-    A set whose tokens are not there counts as sequences of full length: as many as are evaluated,
-    or one.
+    A set whose tokens are not there, or have no sample, counts as sequences of full length: as many
+    as are evaluated, or one.
     """
     return {name: _samples(run_of_set(run, own), own) for name, own in run.evaluated_sets.items()}
 
 
 def _samples(run: RunConfig, own: ValidationSet) -> SetSamples:
+    full = [run.sequence.length] * (own.sequences or 1)
     if not (Path(own.tokens) / TOKENS_FILE).is_file():
-        lengths = [run.sequence.length] * (own.sequences or 1)
-        return SetSamples(lengths, sum(lengths))
+        return SetSamples(full, sum(full))
     data = open_tokens(own.tokens)
     table = table_of(run, data)
     lengths = table.lengths[: own.sequences].tolist()
+    if not lengths:
+        return SetSamples(full, sum(full))
     if data.loss_mask is None:
         return SetSamples(lengths, sum(lengths))
     firsts = (int(start) + 1 for start in table.starts[: len(lengths)])

@@ -10,7 +10,7 @@ import pytest
 
 from sppo.config.yaml_file import format_yaml
 from tests.cli.answers import answer, one_line
-from tests.conftest import refuse, succeed, write_run
+from tests.conftest import refuse, succeed, write_run, write_tokens
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs/run/gpt_7b_512k_32gpu.yaml"
@@ -132,6 +132,9 @@ def test_validations(tmp_path):
         validation={"every": 10, "sets": {"a": {"tokens": "nowhere", "sequences": 5}}},
     )
     assert "validation: 5 sequences every 10 steps, " in succeed("estimate", path)
+    short = write_tokens(tmp_path / "short", num_tokens=1000)  # less than one sequence
+    found = succeed("estimate", path, f"validation.sets.a.tokens={short}")
+    assert "validation: 5 sequences every 10 steps, " in found
     solved = json.loads(succeed("solve", path, "--json"))["validation"]
     (own,) = solved["sets"]
     assert (own["name"], own["sequences"], own["num_subsequences"]) == ("a", 5, 8)
