@@ -265,6 +265,7 @@ def train(
         RunFailedError: A rank that was started failed, or rank 0 of these refused the run for want
             of memory or because of its plan, weights or labels; stderr says why.
         sppo.training.interruption.NonFiniteError: Too many consecutive steps with NaN or inf.
+        sppo.training.interruption.CorruptionError: A device computed or kept wrong values.
         OSError: The disk is full or fails; files saved before are complete.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -179,6 +179,19 @@ def test_an_ordinary_step_is_computed_once(work, run_file):
     assert len(again) <= 1
 
 
+def test_gradients_whose_squares_are_zero_are_taken(work, monkeypatch):
+    finish = TrainingState.finish_gradients
+
+    def finished(state, await_device):
+        finish(state, await_device)
+        for row in state.gradients.values():
+            row.fill_(1e-30)
+
+    monkeypatch.setattr(TrainingState, "finish_gradients", finished)
+    train_alone(load_run("run.yaml"))
+    assert [norm for _, norm in losses(work / "out")] == [0.0] * 4
+
+
 def test_the_command_ends_with_a_code_of_its_own(work, flips):
     flips.append((2, "weight", "layers.0", 0))
     result = call("train", "run.yaml")

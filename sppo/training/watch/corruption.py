@@ -49,8 +49,9 @@ class _Figures:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the largest element of each gradient in the norm."""
-        return {name: most / self.norm for name, most in self.largest.items() if most}
+        """Share of the largest element of each gradient in the norm; none if the norm is 0."""
+        # Squares of tiny elements may be 0.
+        return {name: most / self.norm for name, most in self.largest.items() if self.norm}
 
     @property
     def watched(self) -> dict[str, float]:
