@@ -230,7 +230,7 @@ def presets_page() -> str:
         "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
         "those of vendors and others.",
         _table(
-            ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
+            ("preset", "kind", "memory", "usable", "bf16 peak", "a node", "offloads to"),
             [_machine_row(spec) for spec in MACHINES.values()],
         ),
         "### Rates",
@@ -293,7 +293,7 @@ def _models_table() -> str:
             mlp = f"{experts.per_token} of {experts.count} x {experts.mlp_size}"
         sizes = model.num_layers, model.hidden_size, heads, mlp, model.vocab_size
         rows.append((f"`{name}`", parameters, *map(str, (*sizes, model.max_positions))))
-    header = "preset", "parameters", "layers", "hidden", "heads / K/V x size", "MLP", "words"
+    header = "preset", "parameters", "layers", "hidden", "heads / K/V x size", "MLP", "vocabulary"
     return _table((*header, "positions"), rows)
 
 
