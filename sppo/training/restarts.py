@@ -51,15 +51,23 @@ def train_on_ranks(ready: ReadyRun, words: Sequence[str], *, console: Console) -
             _keep(faults[-1], decision, output)
         if decision.action == "end":
             if restarts:
-                print_titled("restart", f"none: {decision.reason}", console)
+                _announce(f"none: {decision.reason}", console)
             return end.exit_code
-        print_titled("restart", f"{len(faults)} of {restarts}: {decision.reason}", console)
+        _announce(f"{len(faults)} of {restarts}: {decision.reason}", console)
         if gpus is not None and find_gpus() is None:
             raise ValueError("the GPUs of this machine do not answer any more")
         if decision.action == "leave out":
             left_out.update(faults[-1].devices)
         if shrink:
             ready = on_devices(ready, console, left_out=left_out)
+
+
+def _announce(decision: str, console: Console) -> None:
+    """Print a decision on the console, or on a quiet one as a warning: the report was printed."""
+    if console.quiet:
+        _log.warning("restart %s", decision)
+    else:
+        print_titled("restart", decision, console)
 
 
 def _fault(end: JobEnd, ready: ReadyRun, *, attempt: int) -> Fault:

@@ -186,7 +186,7 @@ class Watch:
 
     def _blame(self, ranks: Mapping[int, Sequence[str]], what: str) -> NoReturn:
         """Raise an error on every rank that says which ranks may have wrong values, and of what."""
-        numbers = ", ".join(map(str, ranks))
+        numbers = first_of([*map(str, ranks)])
         who = f"rank {numbers}" if len(ranks) == 1 else f"one of ranks {numbers}"
         text = f"{who} computed or kept wrong values"
         names = ranks.get(self._peers.rank)
