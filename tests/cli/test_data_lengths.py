@@ -56,7 +56,9 @@ def test_more_epochs_go_on(run_of):
 
 def test_epochs_are_refused_before_anything_is_made(run_of, tmp_path):
     before = tree(tmp_path / "tokens")
-    assert "write train.epochs=null" in refuse("train", run_of(), "train.epochs=1")
+    both = run_of(1)
+    both.write_text(both.read_text().replace("epochs: 1", "epochs: 1\n  steps: 4"))
+    assert "write train.epochs=null" in refuse("train", both)
     wsd = ("optimizer.schedule=wsd", "optimizer.decay_steps=9")
     error = refuse("train", run_of(1), *wsd)
     assert "train.epochs 1 are 3 steps: optimizer.decay_steps=9: 9 steps after 0 " in error

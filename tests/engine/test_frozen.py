@@ -153,8 +153,11 @@ def without_adapters(part, function):
     unchanged = getattr(part, function)
 
     def forgetful(self, *arguments, **options):
-        weights = {name: w for name, w in self.weights.items() if ".lora_" not in name}
-        return unchanged(replace(self, weights=weights), *arguments, **options)
+        holder = self.heads if part is AttentionMixer else self
+        weights = {name: w for name, w in holder.weights.items() if ".lora_" not in name}
+        bare = replace(holder, weights=weights)
+        bare = replace(self, heads=bare) if part is AttentionMixer else bare
+        return unchanged(bare, *arguments, **options)
 
     with patch.object(part, function, forgetful):
         yield

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
@@ -34,7 +35,8 @@ _GRACE_S = 10.0
 _TERMINATE_S = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 _GIVE_UP_S = 30.0
-"""Seconds from SIGKILL until the launcher stops waiting for a process that does not end."""
+"""Seconds from SIGKILL until the launcher stops waiting for a process that does not end, and until
+it gives up to reach its own store."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
 _SHARED_MEMORY = "/dev/shm"
@@ -123,6 +125,7 @@ def _served_store(num_ranks: int) -> Iterator[int]:
             port,
             is_master=True,
             wait_for_workers=False,
+            timeout=timedelta(seconds=_GIVE_UP_S),
             master_listen_fd=listener.fileno(),
         )
     except BaseException:

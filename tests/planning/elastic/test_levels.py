@@ -3,6 +3,7 @@
 Memory is counted along the executed program (:mod:`tests.planning.elastic.walked_memory`).
 """
 
+import math
 import re
 from dataclasses import replace
 from unittest import mock
@@ -15,6 +16,7 @@ from sppo.data.samples.length_distributions import draw
 from sppo.planning.elastic import step_planner
 from sppo.planning.elastic.levels import fastest_levels, level_choices
 from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.units import parse_size
 from tests.planning.cases import machine
 from tests.planning.elastic.samples import lengths_of_samples
 from tests.planning.elastic.test_step_plan import SCHEDULES, packed_candidates, planners
@@ -119,9 +121,11 @@ def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
         text = str(error)
     sample, tokens = map(int, re.search(r"sample is (\d+), of (\d+) tokens", text).groups())
     assert lengths[sample] == tokens == max(lengths)
-    stages = [int(one) for one in re.search(r"stages? ([\d, ]+) needs", text)[1].split(", ")]
+    found = re.search(r"stages? ([\d, ]+) (?:needs|of rank \d+ need) ", text)
+    stages = [int(one) for one in found[1].split(", ")]
     assert set(stages) <= set(range(planner.base.num_stages))
-    short = int(re.search(r"\((\d+) bytes\)", text)[1])
+    number, unit = re.search(r"short by (?:at least )?([\d.]+) (\w+);", text).groups()
+    short = math.ceil((float(number) + 0.05) * parse_size(f"1{unit}"))  # it is rounded
     if "device memory" in text:
         # What is said to be missing is enough.
         assert replace(planner, base=with_bytes(tight, tight.budget_bytes + short)).plan(lengths)
