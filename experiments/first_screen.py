@@ -75,3 +75,25 @@ def _leads_with_our_rates(row: Mapping[str, Any]) -> bool:
     """Return whether a plan with the rates of our H100 is faster than others by what is shown."""
     best = row["measured"][row["best"]]
     return bool(round(row["plans"]["measured"]["tokens_per_s"]) > best)
+
+
+def larger(models: Report) -> str:
+    """Return what larger models take at 1Mi tokens, for a reader who decides on a machine.
+
+    Args:
+        models: Report of models of today, planned on one node and on eight.
+    """
+    planned = {(row["model"], row["devices"]): row for row in models["rows"] if _is_1mi(row)}
+    small, large = "gemma-3-27b", "qwen3-235b-a22b"
+    one, many, only = (planned[key] for key in ((small, 8), (small, 64), (large, 64)))
+    assert not planned[large, 8]["feasible"], "the text says that it needs more"
+    return (
+        f"Larger models at 1Mi tokens, *simulated*: {small} takes "
+        f"{format_duration(one['step_s'])} a step on 8 H100 and {format_duration(many['step_s'])} "
+        f"on 64; {large} does not fit on 8, and takes {format_duration(only['step_s'])} on 64 "
+        "([13 models](docs/results/models.md))."
+    )
+
+
+def _is_1mi(row: Mapping[str, Any]) -> bool:
+    return bool(row["tokens"] == "1Mi")

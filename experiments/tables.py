@@ -38,6 +38,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "claims": lambda: markdown(claims.HEADINGS, claims.rows(report)),
     "peers": comparison.peers,
     "lead": lambda: first_screen.lead(report("planned_peers")),
+    "larger": lambda: first_screen.larger(report("planned_models")),
     "measured": measured,
     "others": comparison.measured_by_others,
     "methods": comparison.methods,
