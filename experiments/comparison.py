@@ -32,7 +32,7 @@ def peers() -> str:
         "SPPO, *simulated*",
         "with rates of our H100",
         "host memory a node",
-        "cost model on their Ulysses",
+        "our cost model on their Ulysses steps",
     )
     return markdown(headings, rows)
 

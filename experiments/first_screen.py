@@ -64,10 +64,10 @@ def lead(peers: Report) -> str:
     ]
     no_faster = [row["tokens"] for row in peers["rows"] if not _leads_with_our_rates(row)]
     return (
-        f"With both sides priced by that model, SPPO is {min(leads):.2f} to {max(leads):.2f} times "
-        f"as fast as their Ulysses from {priced[0]['tokens']} to {priced[-1]['tokens']} tokens. "
-        f"With the rates of our H100 it is no faster than the best of others at "
-        f"{' and '.join(no_faster)}."
+        "Their runs are measured and ours simulated, so do not divide the columns: with both sides "
+        f"simulated, SPPO is {min(leads):.2f} to {max(leads):.2f} times as fast as their Ulysses "
+        f"from {priced[0]['tokens']} to {priced[-1]['tokens']} tokens. With the rates of our H100 "
+        f"it is no faster than the best of others at {' and '.join(no_faster)}."
     )
 
 
