@@ -19,7 +19,6 @@ from sppo.cli.printing import Screen, emit, item_table, written
 from sppo.cli.solution.candidate import host_memory_text
 from sppo.config.loading import read_keys
 from sppo.config.problems import KEY_PATHS, nearest
-from sppo.config.text_file import read_text_file
 from sppo.output_file import check_output_files, write_text
 from sppo.planning.plan import read_plan
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -41,6 +40,7 @@ from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import RankTrack, Timeline
+from sppo.text_file import read_text_file
 from sppo.units import counted, format_bytes, format_duration
 
 _MOST_PROGRAM_BYTES = 64 << 20

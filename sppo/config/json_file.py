@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sppo.config.text_file import NotTextError, read_text_file
 from sppo.quoting import one_line, quoted
+from sppo.text_file import NotTextError, read_text_file
 
 _MOST_BYTES = 256 << 20
 _MOST_DIGITS = 300

@@ -13,8 +13,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from sppo.config.problems import ConfigError, Problem
-from sppo.config.text_file import NotTextError, read_text_file
 from sppo.quoting import one_line, quoted
+from sppo.text_file import NotTextError, read_text_file
 
 _MOST_BYTES = 4 << 20
 _NEIGHBOURS = 5

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sppo.config.json_file import read_json
-from sppo.config.text_file import read_text_file
 from sppo.data.chat.conversation import Chat, template_messages
 from sppo.data.chat.marked_text import MarkedText
 from sppo.data.chat.spans import SpanError, Template, assistant_spans
 from sppo.data.chat.stops import Rendered, answer_stops
 from sppo.quoting import one_line, quoted
+from sppo.text_file import read_text_file
 
 TEMPLATE_FILE = "chat_template.jinja"
 CHATML = """\

@@ -20,9 +20,10 @@ def shortfall_text(lengths: Sequence[int], short: Sequence[EvaluatedCandidate]) 
     evaluated = min(short, key=lambda one: one.short_bytes)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     return (
-        f"a step of {len(lengths)} samples does not fit: {lacking_text(evaluated)}, and the "
-        f"longest sample is {longest}, of {lengths[longest]} tokens: fewer samples a step, a lower "
-        "sequence.length, or activations.policy=auto, with another train.output, would need less"
+        f"a step of {len(lengths)} samples does not fit: {lacking_text(evaluated)} "
+        f"({evaluated.short_bytes} bytes short), and the longest sample is {longest}, "
+        f"of {lengths[longest]} tokens: fewer samples a step, a lower sequence.length, or "
+        "activations.policy=auto, with another train.output, would need less"
     )
 
 
